@@ -5,7 +5,8 @@ import numpy as np
 from vit_jax.base import Float, Params, require
 from vit_jax.models import ViTConfig
 from vit_jax.models.config import PositionResize
-from vit_jax.models.positions import grid_parameters
+from vit_jax.models.model import position_tables
+from vit_jax.models.positions import RELATIVE
 
 Grid = tuple[int, int]  # (rows, columns)
 
@@ -18,10 +19,10 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     if old.grid == new.grid:
         return {}
     (rows, columns), (new_rows, new_columns) = old.grid, new.grid
-    text = f'relative positions of a grid {old.grid} cannot be resized to {new.grid}'
-    require(old.positions != 'relative', text)
+    text = f'{old.positions} positions of a grid {old.grid} cannot be resized to {new.grid}'
+    require(old.positions not in RELATIVE, text)
     resized = {}
-    for name, (has_rows, has_columns) in grid_parameters(old).items():
+    for name, (has_rows, has_columns) in position_tables(old).items():
         resized[name] = resize_table(
             np.asarray(params[name]),
             (rows if has_rows else 1, columns if has_columns else 1),

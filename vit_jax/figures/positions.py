@@ -12,7 +12,8 @@ from vit_jax.analysis import positions
 from vit_jax.base import UserError
 from vit_jax.figures import style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
-from vit_jax.models.positions import as_array
+from vit_jax.models.model import position_array
+from vit_jax.models.positions import MULTIPLES
 
 _MOST_TILES = 14  # along a side
 
@@ -20,11 +21,11 @@ _MOST_TILES = 14  # along a side
 def compute(images: Images, network: Network) -> Numbers:
     """Returns the cosine `similarity` (rows columns rows columns)."""
     config = network.vit
-    if config.positions in ('none', 'rope', 'relative'):
+    if config.positions not in MULTIPLES:
         raise UserError('the network has no position embeddings')
     if config.positions_at == 'every_layer' and config.positions != 'sincos2d':
         raise UserError('each layer has its own position embeddings')
-    table = as_array(config, network.loaded.params)
+    table = position_array(config, network.loaded.params)
     prefix = config.positioned_prefix
     return {'similarity': np.asarray(positions.similarity(table, config.grid, prefix=prefix))}
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from vit_jax.base import Record, require, require_between
 from vit_jax.models.attention import LONG, OUTPUT, Implementation, supports_cudnn
 from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
+from vit_jax.models.positions import RELATIVE
 
 Remat = Literal['none', 'dots', 'block']
 POLICIES: tuple[Remat, ...] = get_args(Remat)  # from least to most recomputation
@@ -134,8 +135,8 @@ def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) ->
     wrong, instead = f'compute.attention={kernel}:', 'set attention to auto'
     devices = f'needs a {needed.upper()}, got a {platform.upper()}'
     require(platform == needed, f'{wrong} {devices}; {instead}')
-    fits = kernel in ('auto', 'xla') or model.positions != 'relative'
-    require(fits, f'{wrong} does not support relative positions; {instead}')
+    fits = kernel in ('auto', 'xla') or model.positions not in RELATIVE
+    require(fits, f'{wrong} does not support {model.positions} positions; {instead}')
     fits = kernel != 'cudnn' or compute.dtype == 'bfloat16'
     dtype = f'computes in bfloat16, got compute.dtype={compute.dtype}'
     require(fits, f'{wrong} {dtype}; {instead}, or dtype to bfloat16')
@@ -148,7 +149,7 @@ def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) ->
 
 def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implementation:
     tokens, heads = model.num_tokens, model.num_heads
-    if model.positions == 'relative':
+    if model.positions in RELATIVE:
         return 'xla'
     if platform == 'gpu' and supports_cudnn(tokens, heads, model.width // heads, dtype):
         return 'cudnn'

@@ -6,22 +6,19 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from vit_jax.base import Record, require, require_between
+from vit_jax.models.positions import MULTIPLES, PositionKind
 
 GROUPS = 32  # of GroupNorm in the ResNet
 LARGEST = 1_000_000  # upper bound of every size: a larger one is a typing error
 
 Gelu = Literal['tanh', 'exact', 'quick']
-# `linear`, or a function from the number of classes to an unnamed Flax module from features to
-# logits. All its parameters are below `head/`.
-Head = Literal['linear'] | Callable[..., Any]
+# The name of a head in `make_head` (vit.py), or a function from the number of classes to an unnamed
+# Flax module from features to logits. All its parameters are below `head/`.
+Head = str | Callable[..., Any]
 # What the head is given: the class token, the mean of the patches, attention pooling, every token;
 # the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
 Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
 _READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
-# `learned` is the paper's: a vector for each place in the sequence. `learned2d` has two of half the
-# width, of the column and of the row. `relative` has a vector for each offset between two places,
-# which adds a logit to that of query and key (appendix D.4).
-PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'none']
 # Where positions are added: once, before the blocks; or at the beginning of each block, with
 # parameters of its own or the same for all.
 PositionsAt = Literal['stem', 'every_layer', 'every_layer_shared']
@@ -146,9 +143,9 @@ class ViTConfig(ImagesAndHead):
         require(not (self.parallel and self.blocks_without_skips), wrong)
         wrong = f'width={self.width} is not a multiple of'
         require(self.width % self.num_heads == 0, f'{wrong} num_heads={self.num_heads}')
-        parts = {'learned2d': 2, 'sincos2d': 4, 'rope': 4 * self.num_heads}.get(self.positions, 1)
+        parts = (MULTIPLES | {'rope': 4 * self.num_heads}).get(self.positions, 1)
         require(self.width % parts == 0, f'{wrong} {parts}, as positions={self.positions} needs')
-        is_added = self.positions in ('learned', 'learned2d', 'sincos2d')
+        is_added = self.positions in MULTIPLES
         wrong = f'positions_at={self.positions_at}: {self.positions} positions are not added'
         require(is_added or self.positions_at == 'stem', f'{wrong}; leave positions_at out')
 

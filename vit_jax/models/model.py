@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from vit_jax.base import Array, Float, Key, Params, records
-from vit_jax.models import taps
+from vit_jax.models import positions, taps
 from vit_jax.models.compute import PORTABLE, Compute, LastBlock, Regularization, resolve_compute
 from vit_jax.models.config import ModelConfig, ViTConfig
 from vit_jax.models.masked_patches import Corruption, PatchOutputs
@@ -113,6 +113,28 @@ def make_module(config: ModelConfig, regularization: Regularization, compute: Co
     unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
     records.require(regularization == Regularization(), unknown)
     return ResNetClassifier(config, compute, make_head(config))
+
+
+def position_tables(config: ViTConfig) -> dict[str, tuple[bool, bool]]:
+    """Maps the parameter of each learned table to booleans: does it span the rows, the columns?"""
+    place = 'encoder/block/' if config.positions_at == 'every_layer' else ''
+    return {place + name: axes for name, axes in positions.learned_tables(config.positions).items()}
+
+
+def position_array(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m d']:
+    """Returns what is added to class tokens and patches as an array, from parameters by name.
+
+    Raises:
+      UserError: If the positions act in attention.
+    """
+    kind, prefix, width = config.positions, config.positioned_prefix, config.width
+    if kind == 'none':
+        return np.zeros((1, config.num_tokens - config.registers, width), np.float32)
+    table = positions.table(
+        kind, config.grid, width, prefix=prefix, param=lambda name, *_: params[name]
+    )
+    records.require(table is not None, f'positions={kind}: act in attention, they have no table')
+    return np.asarray(table)
 
 
 def init_params(config: ModelConfig, key: Key[Array, '']) -> Params:

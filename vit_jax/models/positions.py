@@ -1,53 +1,63 @@
-"""Position embeddings: what is added to tokens, and the rotation of queries and keys.
+"""Position embeddings: tables that are added to tokens, and the rotation of queries and keys.
 
-To add a kind, add it to `PositionKind` (config.py), and to `table` or where it acts. Relative
-positions add to the logits of attention (attention.py).
+To add a table, add its name to `PositionKind` and `MULTIPLES`, and its values to `table`. A kind
+that acts in attention is computed in `Attention` (vit.py); `RELATIVE` lists those that need the
+logits.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Params, require
-from vit_jax.models.config import ViTConfig
+from vit_jax.base import Array, Float
 
 Tokens = Float[Array, 'b n d']
 Heads = Float[Array, 'b _ h k']
 Grid = tuple[int, int]  # patches in (height, width)
 Table = Float[Array | np.ndarray, '1 m d']  # of the tokens that have positions
+# `learned` is the paper's: a vector for each place in the sequence. `learned2d` has two of half the
+# width, of the column and of the row. `relative` has a vector for each offset between two places,
+# which adds a logit to that of query and key (appendix D.4).
+PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'none']
+# The width of an added table is a multiple of this number.
+MULTIPLES: dict[PositionKind, int] = {'learned': 1, 'learned2d': 2, 'sincos2d': 4}
+RELATIVE: tuple[PositionKind, ...] = ('relative',)  # kinds that change the logits of attention
 # The learned parameters of each kind. Does it span the rows of the grid, and its columns?
-_LEARNED = {
+_LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
     'learned': {'pos_embedding': (True, True)},
     'learned2d': {'pos_embedding_x': (False, True), 'pos_embedding_y': (True, False)},
 }
 
 
-def table(config: ViTConfig, param: Callable[..., Any]) -> Table | None:
+def table(
+    kind: PositionKind, grid: Grid, width: int, *, prefix: int, param: Callable[..., Any]
+) -> Table | None:
     """Returns what is added to class tokens and patches; None: nothing.
 
     Args:
-      config: The architecture.
+      kind: The kind of positions.
+      grid: The patches.
+      width: The width of a token.
+      prefix: Number of class tokens before the patches.
       param: Makes or finds a parameter by name, initializer and shape, as that of a Flax module.
     """
-    normal, (rows, columns), width = nn.initializers.normal(0.02), config.grid, config.width
-    before = (0, 0), (config.positioned_prefix, 0), (0, 0)  # zeros for class tokens
-    match config.positions:
+    normal, (rows, columns) = nn.initializers.normal(0.02), grid
+    before = (0, 0), (prefix, 0), (0, 0)  # zeros for class tokens
+    match kind:
         case 'learned':
-            length = config.positioned_prefix + rows * columns
-            return param('pos_embedding', normal, (1, length, width))
+            return param('pos_embedding', normal, (1, prefix + rows * columns, width))
         case 'learned2d':
             x = param('pos_embedding_x', normal, (1, columns, width // 2))
             y = param('pos_embedding_y', normal, (1, rows, width // 2))
             of_each = jnp.tile(x, (1, rows, 1)), jnp.repeat(y, columns, axis=1)
             return jnp.pad(jnp.concatenate(of_each, axis=-1), before)
         case 'sincos2d':
-            return np.pad(sincos2d(config.grid, width)[None], before)
-        case 'relative' | 'rope' | 'none':
-            return None
+            return np.pad(sincos2d(grid, width)[None], before)
+    return None
 
 
 def add(tokens: Tokens, table: Table | None, *, before: int) -> Tokens:
@@ -61,20 +71,6 @@ def add(tokens: Tokens, table: Table | None, *, before: int) -> Tokens:
         zeros = jnp.zeros((1, registers, table.shape[2]), table.dtype)
         table = jnp.concatenate([table[:, :before], zeros, table[:, before:]], axis=1)
     return tokens + jnp.asarray(table).astype(tokens.dtype)
-
-
-def as_array(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m d']:
-    """Returns what is added to class tokens and patches as an array, from parameters by name.
-
-    Raises:
-      UserError: If the positions act in attention.
-    """
-    wrong = f'{config.positions} positions are no array: they act in attention'
-    require(config.positions not in ('relative', 'rope'), wrong)
-    found = table(config, lambda name, *_: params[name])
-    if found is None:
-        return np.zeros((1, config.num_tokens - config.registers, config.width), np.float32)
-    return np.asarray(found)
 
 
 def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
@@ -117,7 +113,6 @@ def rotate(heads: Sequence[Heads], grid: Grid, *, prefix: int) -> list[Heads]:
     return [rotate_one(x) for x in heads]
 
 
-def grid_parameters(config: ViTConfig) -> dict[str, tuple[bool, bool]]:
+def learned_tables(kind: PositionKind) -> dict[str, tuple[bool, bool]]:
     """Maps the name of each learned table to two booleans: does it span the rows, the columns?"""
-    place = 'encoder/block/' if config.positions_at == 'every_layer' else ''
-    return {place + name: axes for name, axes in _LEARNED.get(config.positions, {}).items()}
+    return _LEARNED.get(kind, {})

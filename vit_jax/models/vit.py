@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Int, Key, require
+from vit_jax.base import Array, Bool, Float, Int, Key, UserError, require
 from vit_jax.models import on_mesh, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, rematerialized
@@ -72,8 +72,11 @@ class ViTModule(nn.Module):
 
     def position_table(self, at: PositionsAt) -> Table | None:
         """Returns the positions that are added at this place; None: no positions."""
-        is_here = self.config.positions_at == at
-        return positions.table(self.config, self.param) if is_here else None
+        config, prefix = self.config, self.config.positioned_prefix
+        if config.positions_at != at:
+            return None
+        kind, grid, width = config.positions, config.grid, config.width
+        return positions.table(kind, grid, width, prefix=prefix, param=self.param)
 
     def normalized(self, x: Float[Array, 'b ...'], name: str) -> Float[Array, 'b ...']:
         """Normalizes the last axis; with layout `flat`, tokens are rows as in `Dense`."""
@@ -344,10 +347,13 @@ def make_head(config: ModelConfig) -> nn.Module | None:
     if isinstance(config, ViTConfig) and config.pool == 'cls_dist':
         one = dataclasses.replace(config, pool='cls')
         return DistilledHead(make_head(one), make_head(one))
-    if config.head != 'linear':
+    if callable(config.head):
         return config.head(config.num_classes)
-    zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
-    return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
+    match config.head:
+        case 'linear':
+            zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
+            return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
+    raise UserError(f'model.head={config.head!r}: expected linear, or a function of num_classes')
 
 
 class ViT(ViTModule):

@@ -19,8 +19,9 @@ from vit_jax.checkpoints.formats import array_files, inference, name_map, stable
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
 from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.opening import CARD, FORMATS, LAYOUT, NAMES, OURS, match_arrays
-from vit_jax.models import ResNetConfig, ViTConfig, positions
+from vit_jax.models import ResNetConfig, ViTConfig
 from vit_jax.models.masked_patches import MASKED
+from vit_jax.models.model import position_array, position_tables
 
 # The ending of a format's file; other formats are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
@@ -136,7 +137,7 @@ def _write_arrays(
         right = f'the {form.name} format has {name}={usual}, not {value}; write {OURS}'
         require(value == usual, right)
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
-        table, own = positions.as_array(config, params), positions.grid_parameters(config)
+        table, own = position_array(config, params), position_tables(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
         params = kept | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')

@@ -1,7 +1,7 @@
 """Google Cloud Storage over loopback, as far as tensorstore, gcsfs and google-cloud-storage ask.
 
 Its JSON API (cloud.google.com/storage/docs/json_api): objects with generations and conditions,
-listings in pages, copies, uploads in one and two parts.
+listings in pages, copies, uploads in one, two and many parts.
 """
 
 import base64
@@ -37,7 +37,7 @@ class Bucket(http.server.ThreadingHTTPServer):
 
     def __init__(self, name='bucket'):
         self.name, self.url = name, ''
-        self.objects = {}
+        self.objects, self.uploads = {}, {}
         self.lock, self.numbers = threading.RLock(), itertools.count(1_700_000_000_000_000)
         self.fault = lambda method, path: None
         super().__init__(('127.0.0.1', 0), _Handler)
@@ -197,15 +197,36 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(data[start:stop], 206, headers)
 
     def _upload(self, query, body):
-        """In one part, or in two of which the first describes the object."""
-        about = {}
-        if query.get('uploadType') == 'multipart':
+        bucket = self.server
+        if 'upload_id' in query:
+            name, conditions, parts, metadata = bucket.uploads[query['upload_id']]
+            parts.append(body)
+            total = self.headers.get('Content-Range', '/*').rpartition('/')[2]
+            size = sum(map(len, parts))
+            if (
+                total == '*'
+                and self.headers.get('Content-Range')
+                or total != '*'
+                and size < int(total)
+            ):
+                self._send(b'', 308, {'Range': f'bytes=0-{size - 1}'} if size else {})
+            else:
+                self._json(bucket.put(name, b''.join(parts), conditions, metadata))
+        elif query.get('uploadType') == 'media':
+            self._json(bucket.put(query['name'], body, query))
+        elif query.get('uploadType') == 'multipart':
             boundary = re.search('boundary="?([^";]+)', self.headers['Content-Type'])[1].encode()
             _, first, second = body.split(b'--' + boundary)[:3]  # and the end of them
-            (described, body) = (re.split(b'\r?\n\r?\n', p, maxsplit=1)[1] for p in (first, second))
-            body, about = re.sub(rb'\r?\n\Z', b'', body), json.loads(described)
-        name = query.get('name') or about['name']
-        self._json(self.server.put(name, body, query, about.get('metadata')))
+            (described, data) = (re.split(b'\r?\n\r?\n', p, maxsplit=1)[1] for p in (first, second))
+            data, about = re.sub(rb'\r?\n\Z', b'', data), json.loads(described)
+            name = query.get('name') or about['name']
+            self._json(bucket.put(name, data, query, about.get('metadata')))
+        else:
+            number, about = str(next(bucket.numbers)), json.loads(body or '{}')
+            name = query.get('name') or about['name']
+            bucket.uploads[number] = name, query, [], about.get('metadata')
+            where = f'{bucket.url}/upload/storage/v1/b/{bucket.name}/o?upload_id={number}'
+            self._send(b'{}', 200, {'Location': where})
 
     def _json(self, value, status=200):
         self._send(json.dumps(value).encode(), status, {'Content-Type': 'application/json'})

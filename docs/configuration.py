@@ -90,7 +90,7 @@ def _type(hint: Any) -> str:
     """A type as the command line takes it; records lead to their sections."""
     kinds = [kind.__name__ for kind in _records(hint)]
     texts = []
-    for text in config_help.type_text(hint).split(' or '):
+    for text in records.type_text(hint).split(' or '):
         inner = next((kind for kind in kinds if kind in text and kind != text), None)
         code = f'`{text}`'.replace('|', '\\|')
         texts.append(f'[{text}](#{text.lower()})' if text in kinds else code)

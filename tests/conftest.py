@@ -106,6 +106,5 @@ def _bucket():
 def bucket(_bucket):
     """An empty gs://bucket, for this process and those that it starts."""
     _bucket.objects.clear()
-    _bucket.asked.clear()
     _bucket.fault = lambda method, path: None
     return _bucket

@@ -24,16 +24,28 @@ from vit_jax.evaluation.evaluator import Evaluator
 from vit_jax.experiment import fingerprint, training_run
 
 
+def replacing(owner, name):
+    """Replaces a function or method by the decorated one, which is given the original first."""
+    original = getattr(owner, name)
+
+    def decorate(replacement):
+        setattr(owner, name, lambda *a, **more: replacement(original, *a, **more))
+
+    return decorate
+
+
 def at_tick(number, index, act):
     """Acts once, when a step begins."""
-    tick = Job.tick
 
-    def ticking(job):
+    @replacing(Job, 'tick')
+    def _(tick, job):
         if job._ticks == number and index in (None, job.index):
             act()
         tick(job)
 
-    Job.tick = ticking
+
+def is_here(index):
+    return index in (None, jax.process_index())
 
 
 def forever():
@@ -42,14 +54,12 @@ def forever():
 
 
 def slow(number, index):
-    """Every step takes so many milliseconds more."""
-    tick = Job.tick
+    """Every step takes `number` milliseconds longer."""
 
-    def ticking(job):
+    @replacing(Job, 'tick')
+    def _(tick, job):
         time.sleep(number / 1000)
         tick(job)
-
-    Job.tick = ticking
 
 
 def hang(number, index):
@@ -57,25 +67,20 @@ def hang(number, index):
 
 
 def hang_loader(number, index):
-    load = loading.ImageReader.examples
-
-    def loading_then_hanging(reader, draws, pool):
-        if index in (None, jax.process_index()) and any(d and d.epoch > 0 for d in draws):
+    @replacing(loading.ImageReader, 'examples')
+    def _(load, reader, draws, pool):
+        if is_here(index) and any(d and d.epoch > 0 for d in draws):
             forever()
         return load(reader, draws, pool)
 
-    loading.ImageReader.examples = loading_then_hanging
-
 
 def stalled_images(number, index):
-    """Every so-manieth training image is never read to its end."""
-    example = loading.ImageReader.example
+    """Every `number`th training image is never read to its end."""
 
-    def stalling(reader, ref):
+    @replacing(loading.ImageReader, 'example')
+    def _(example, reader, ref):
         stalls = len(reader.source) > 1000 and ref.index % number == 0
         return forever() if stalls else example(reader, ref)
-
-    loading.ImageReader.example = stalling
 
 
 def fail(number, index):
@@ -90,19 +95,15 @@ def die(number, index):
 
 
 def slow_compile(number, index):
-    lower_update = training_run.lower_update
-
-    def lowering(*arguments):
-        time.sleep(number if index in (None, jax.process_index()) else 0)
+    @replacing(training_run, 'lower_update')
+    def _(lower_update, *arguments):
+        time.sleep(number if is_here(index) else 0)
         return lower_update(*arguments)
-
-    training_run.lower_update = lowering
 
 
 def slow_evaluation(number, index):
-    evaluate = Evaluator.evaluate
-
-    def slowed(evaluator, *arguments, watch):
+    @replacing(Evaluator, 'evaluate')
+    def _(evaluate, evaluator, *arguments, watch):
         def delayed(batches):
             for batch in watch(batches):
                 time.sleep(number / 1000)
@@ -110,29 +111,22 @@ def slow_evaluation(number, index):
 
         return evaluate(evaluator, *arguments, watch=delayed)
 
-    Evaluator.evaluate = slowed
-
 
 def slow_save(number, index):
-    save = Checkpoints.save
-
-    def saving(checkpoints, *arguments):
-        save(checkpoints, *arguments)
+    @replacing(Checkpoints, 'save')
+    def _(save, *arguments):
+        save(*arguments)
         time.sleep(number / 1000)
-
-    Checkpoints.save = saving
 
 
 def slow_wait(number, index):
-    """Waiting for what is saved takes so many milliseconds more, and is said."""
-    wait = Checkpoints.wait
+    """Waiting for the last save takes `number` milliseconds longer, and is printed."""
 
-    def waiting(checkpoints):
+    @replacing(Checkpoints, 'wait')
+    def _(wait, checkpoints):
         print('waiting for the last save', flush=True)
         time.sleep(number / 1000)
         wait(checkpoints)
-
-    Checkpoints.wait = waiting
 
 
 def stalled_disk(number, index):
@@ -144,8 +138,7 @@ def broken(state, index):
     """The state with NaN for the parameters that this process holds, or another of this job."""
 
     def broken_leaf(leaf):
-        there = index in (None, jax.process_index())
-        shards = [s.data * jnp.nan if there else s.data for s in leaf.addressable_shards]
+        shards = [s.data * (jnp.nan if is_here(index) else 1) for s in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
     return state._replace(params=jax.tree.map(broken_leaf, state.params))
@@ -153,17 +146,15 @@ def broken(state, index):
 
 def on_update(number, act):
     """One step is `act(update, state, batch)` instead."""
-    fit_whole = training_run.fit
 
-    def fit(update, *arguments, **more):
+    @replacing(training_run, 'fit')
+    def _(fit, update, *arguments, **more):
         def acting(state, batch):
             if int(state.step) == number:
                 return act(update, state, batch)
             return update(state, batch)
 
-        return fit_whole(acting, *arguments, **more)
-
-    training_run.fit = fit
+        return fit(acting, *arguments, **more)
 
 
 def nan_memory(number, index):
@@ -173,16 +164,14 @@ def nan_memory(number, index):
 
 def full_disk(number, index):
     """From the save of this step on no file can grow beyond 8 kB."""
-    save = Checkpoints.save
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def saving(checkpoints, step, *rest):
+    @replacing(Checkpoints, 'save')
+    def _(save, checkpoints, step, *rest):
         if step == number:
             checkpoints.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         save(checkpoints, step, *rest)
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    Checkpoints.save = saving
 
 
 def gone(number, index):
@@ -202,28 +191,23 @@ def upload(number, index):
 
 
 def other_packages(number, index):
-    of_run = fingerprint.of_run
-
-    def other(config, path):
+    @replacing(fingerprint, 'of_run')
+    def _(of_run, config, path):
         facts = of_run(config, path)
-        if index in (None, jax.process_index()):
+        if is_here(index):
             facts['packages']['numpy'] = '0.0.1'
             facts['code']['training/loop.py'] = 'changed'
         return facts
 
-    fingerprint.of_run = other
-
 
 def other_labels(number, index):
     """Every image in memory has the label after its own."""
-    array_source = arrays.array_source
 
-    def relabelled(images, labels, class_names, **more):
-        if index in (None, jax.process_index()):
+    @replacing(arrays, 'array_source')
+    def _(array_source, images, labels, class_names, **more):
+        if is_here(index):
             labels = (labels + 1) % len(class_names)
         return array_source(images, labels, class_names, **more)
-
-    arrays.array_source = relabelled
 
 
 if __name__ == '__main__':

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jaxlib import _jax
 
-from vit_jax.base import UserError
 from vit_jax.cli import app
 from vit_jax.distributed import meshes, processes
 from vit_jax.distributed.processes import Interrupted, Job
@@ -31,7 +30,6 @@ FAULTS = {
     'hang': hang,
     'lock': lambda: re.match('(a+)+$', 'a' * 60 + 'b'),  # it keeps the interpreter's lock
     'fail': raise_error,
-    'reject': lambda: UserError('expected') and (_ for _ in ()).throw(UserError('not expected')),
     'die': lambda: os.kill(os.getpid(), signal.SIGKILL),
     'long': lambda: time.sleep(4),
 }
@@ -79,7 +77,6 @@ if __name__ == '__main__':
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--late', action='store_true')
     parser.add_argument('--unreachable', action='store_true')
-    parser.set_defaults(compiled='none')
     app.add_launch(parser)
     if '--late' in os.sys.argv:
         processes.connect = connect_late

@@ -30,7 +30,7 @@ REFERENCE = ROOT / 'tests/reference'
 
 _SHORT = {'total.steps': 2, 'schedule.warmup.steps': 1, 'batch_size': 8, 'eval_batch_size': 8}
 _TINY = {'depth': 1, 'width': 16, 'mlp_dim': 16, 'num_heads': 2}
-# Flags that make a program's work small, in place of those of their names that a page gives.
+# Flags that make a program's work small; they replace the same flags of a page.
 _TRAINING = [f'--config.{name}={value}' for name, value in _SHORT.items()]
 _TINY_MODEL = [f'--config.model.{name}={value}' for name, value in _TINY.items()]
 SMALL = {

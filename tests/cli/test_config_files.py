@@ -34,104 +34,78 @@ def test_other_errors_of_a_configuration_are_not_hidden(tmp_path, capsys):
     assert f'File "{file}", line 2, in get_config' in shown and shown.endswith("KeyError: 'row'\n")
 
 
-IMPORTS = """
-from vit_jax.config import EvalConfig, TrainConfig
+FILE = """
+from vit_jax.config import TrainConfig
 from vit_jax.distributed.meshes import MeshConfig
+ARGUMENTS = 'B/16', 'L/16'
 c = TrainConfig(data='digits')
-def get_config(*names):
+def change():
+    c.batchsize = 3
+def get_config(size=None):
     return """
 
 
 @pytest.mark.parametrize(
-    'line, said',
+    'line, argument, names',
     [
-        ('MeshConfig(fsdp=0)', 'line 6: MeshConfig.data=-1 x fsdp=0'),
-        ('TrainConfig(batchsize=3)', "TrainConfig.batchsize: .*; did you mean 'batch_size'?"),
-        ('EvalConfig(splt="test")', "line 6: EvalConfig.splt: .*; did you mean 'split'?"),
-        (
-            'made()\ndef made():\n  c.batchsize = 3',
-            "line 8: TrainConfig.batchsize: .*'batch_size'?",
-        ),
-        ('made()\ndef made():\n  c.batch_size = "3"\n  return c', ": config.batch_size='3': exp"),
-        ('3', r'get_config\(\) returned int; expected TrainConfig'),
-        ('3\ndel get_config', r'it defines no get_config\(\)'),
-        ('3\nget_config = lambda: 3', r'get_config\(\) takes no argument'),
+        ('MeshConfig(fsdp=0)', '', 'line 9: MeshConfig.data=-1 x fsdp=0'),
+        ('change()', '', "line 7: TrainConfig.batchsize: .*'batch_size'"),
+        ('setattr(c, "batch_size", "3") or c', '', "config.batch_size='3'"),
+        ('3', '', 'int; expected TrainConfig'),
+        ('3\ndel get_config', '', 'get_config'),
+        ('3\nget_config = lambda: 3', ':B/16', 'argument'),
+        ('3\ndef get_config(size): return 3', '', 'B/16, L/16'),
+        ('{}[size]', ':B/17', "'B/17'.*'B/16'"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(tmp_path, line, said):
+def test_an_error_names_the_file_its_line_and_the_value(tmp_path, line, argument, names):
     file = tmp_path / 'own.py'
-    file.write_text(IMPORTS + line)
-    given = f'{file}:argument' if 'takes no' in said else file
-    with pytest.raises(UserError, match=f'^--config={file}.*{said}') as error:
-        read(str(given))
+    file.write_text(FILE + line)
+    with pytest.raises(UserError, match=f'^--config={file}.*{names}') as error:
+        read(f'{file}{argument}')
     assert '\n' not in str(error.value)
 
 
-def test_an_argument_that_is_needed_is_asked_for(tmp_path):
-    file = tmp_path / 'own.py'
-    file.write_text("ARGUMENTS = 'B/16', 'L/16'\ndef get_config(size): return 3")
-    assert 'needs an argument, --config=FILE:ARGUMENT; known: B/16, L/16' in message(file)
+OWN = """
+from __future__ import annotations
+import dataclasses
+import beside_it
+class Number(float): pass
+def made():
+    @dataclasses.dataclass
+    class Scaled:
+        by: Number = Number(beside_it.SCALE)
+    return Scaled()
+class Loss:
+    scale: Number
+    def __call__(self, logits, targets): return made().by
+def get_config():
+    return beside_it.tiny.experiment(loss=Loss())
+"""
 
 
-def test_an_unknown_argument_is_named_with_the_nearest_one():
-    text = message('configs/pretrain/vit.py:imagenet,B/17')
-    assert text.endswith("no argument 'imagenet,B/17'; did you mean 'imagenet,B/16'?")
-
-
-def test_functions_and_classes_of_a_configuration_work_after_it_was_read(tmp_path):
-    """Of a module that is gone neither dataclasses nor typing find the names."""
-    file = tmp_path / 'own.py'
-    file.write_text(
-        'from __future__ import annotations\n'
-        'import dataclasses\n'
-        'from tests import tiny\n'
-        'SCALE = 3.0\n'
-        'class Number(float): pass\n'
-        'def made():\n'
-        '    @dataclasses.dataclass\n'
-        '    class Scaled:\n'
-        '        by: Number = Number(SCALE)\n'
-        '    return Scaled()\n'
-        'class Loss:\n'
-        '    scale: Number\n'
-        '    def __call__(self, logits, targets): return made().by\n'
-        'def get_config():\n'
-        '    return tiny.experiment(loss=Loss())\n'
-    )
-    loss = load(str(file), ['seed=1']).loss
-    assert loss(None, None) == 3.0
-    assert typing.get_type_hints(type(loss))['scale'].__name__ == 'Number'
-    assert [*tmp_path.iterdir()] == [file]  # nothing is written beside it
-
-
-def test_a_configuration_imports_what_lies_beside_it(tmp_path, monkeypatch):
-    (tmp_path / 'beside_it.py').write_text('from tests import tiny\nSEED = 7\n')
-    file = tmp_path / 'own.py'
-    file.write_text(
-        'import beside_it\n'
-        'def get_config(): return beside_it.tiny.experiment(seed=beside_it.SEED)\n'
-    )
+def test_a_configuration_is_a_module_that_imports_files_of_its_folder(tmp_path, monkeypatch):
+    """dataclasses and typing find its names after it was read."""
     monkeypatch.setattr('sys.path', [*sys.path])
     monkeypatch.setattr('sys.dont_write_bytecode', True)
-    assert read(str(file)).seed == 7
+    (tmp_path / 'beside_it.py').write_text('from tests import tiny\nSCALE = 3.0\n')
+    (tmp_path / 'own.py').write_text(OWN)
+    loss = load(str(tmp_path / 'own.py'), ['seed=1']).loss
+    assert loss(None, None) == 3.0
+    assert typing.get_type_hints(type(loss))['scale'].__name__ == 'Number'
+    assert {path.name for path in tmp_path.iterdir()} == {'beside_it.py', 'own.py'}
 
 
-def test_a_configuration_that_came_with_the_package_is_found_from_any_folder(tmp_path, monkeypatch):
+def test_a_configuration_of_the_package_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert read('configs/quickstart.py').total.steps == 1200
-    text = message('configs/quikstart.py')
-    assert 'no such file, here or in ' in text
-    assert text.endswith("did you mean 'configs/quickstart.py'?")
-    assert message('folder.py').endswith("did you mean 'configs/finetune/folder.py'?")
-    assert message('pretrain/vit_22').endswith("did you mean 'configs/pretrain/vit_22b.py'?")
-    both = "did you mean 'configs/finetune/vit.py' or 'configs/pretrain/vit.py'?"
-    assert message('vit.py').endswith(both)
-    assert read('quickstart.py') == read('configs/quickstart.py')
+    assert read('configs/quickstart.py') == read('quickstart.py')
+    assert "'configs/quickstart.py'" in message('configs/quikstart.py')
+    for name in "'configs/finetune/vit.py'", "'configs/pretrain/vit.py'":
+        assert name in message('vit.py')
     own = tmp_path / 'configs/quickstart.py'
     own.parent.mkdir()
     own.write_text('from tests import tiny\ndef get_config(): return tiny.experiment()')
     assert read('configs/quickstart.py') == tiny.experiment()
-    assert ' configs/quickstart.py' in message('configs')
 
 
 def test_every_configuration_is_a_part_of_the_package():

@@ -6,14 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from tests import tiny
-from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import Record
 from vit_jax.cli import config_help
 from vit_jax.cli.config_flags import apply_overrides, load, split
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.studies.config import Study
 from vit_jax.training.duration import Duration
 
 TINY = 'tests/tiny_config.py'
@@ -97,140 +95,60 @@ def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
         loss='2', parts={'first': Part(weight=2)}
     )
     assert found("parts={'other': {'weight': 3.0}}").parts == {'other': Part(weight=3.0)}
-    with pytest.raises(UserError, match=r"whole.parts.frst: no such field.* 'first'"):
+    with pytest.raises(UserError, match="whole.parts.frst: .*'first'"):
         found('parts.frst.weight=2')
 
 
 @pytest.mark.parametrize(
-    'override, message',
+    'override, where, name',
     [
-        ('modle.depth=2', "config.modle: no such field; did you mean 'model'?"),
-        ('model.dept=2', "config.model.dept: no such field; did you mean 'depth'?"),
-        ('seed.x=2', 'config.seed.x: no such field'),
-        ('preprocessing.qqq=2', 'config.preprocessing.qqq: no such field; known: crop, '),
-        (
-            'preprocessing.scal=2',
-            "config.preprocessing.scal: no such field; did you mean '--config.preprocessing.crop",
-        ),
-        ('preprocessing.crop=none', 'config.preprocessing is none: --config.preprocessing=Pre'),
-        ('seed=none', 'config.seed=none: this field needs a value'),
-        ('seed=1e3', 'config.seed=1000.0: expected int'),
-        ('model.pool=max', "config.model.pool='max': expected one of cls, gap, map, none"),
-        ('mesh.fsdp=0', 'config.mesh.data=-1 x fsdp=0 x tensor=1: expected sizes of 1 or more'),
-        ('fewshot.shot=1', "config.fewshot.shot: no such field; did you mean 'shots'?"),
-        ('shots=1', "config.shots: no such field; did you mean '--config.fewshot.shots'?"),
-        (
-            'learning_rate=1',
-            "config.learning_rate: no such field; did you mean '--config.schedule.lea",
-        ),
-        ('lr=1', "config.lr: no such field; did you mean '--config.schedule.learning_rate'?"),
-        (
-            'lerning_rate=1',
-            "config.lerning_rate: no such field; did you mean '--config.schedule.le",
-        ),
-        ('batchsize=1', "config.batchsize: no such field; did you mean 'batch_size'?"),
-        ('image_size=24x16', 'config.image_size=24x16: expected 24,16'),
-        (
-            'evals.val.split=x',
-            """config.evals.val: no such field; there is none; --config.evals="{'v""",
-        ),
-        ('seed=-1', 'config.seed=-1: expected at least 0 and less than 4294967296'),
-        ('total=Duration', 'config.total: a duration has one of steps, epochs, examples, fraction'),
+        ('modle.depth=2', 'config.modle: ', "'model'"),
+        ('model.dept=2', 'config.model.dept: ', "'depth'"),
+        ('seed.x=2', 'config.seed.x: ', 'no such field'),
+        ('preprocessing.qqq=2', 'config.preprocessing.qqq: ', 'known: crop, '),
+        ('preprocessing.scal=2', 'config.preprocessing.scal: ', '--config.preprocessing.crop'),
+        ('preprocessing.crop=none', 'config.preprocessing is none: ', '--config.preprocessing=Pre'),
+        ('seed=none', 'config.seed=none', 'value'),
+        ('seed=1e3', 'config.seed=1000.0: ', 'int'),
+        ('seed=-1', 'config.seed=-1: ', 'at least 0 and less than 4294967296'),
+        ('model.pool=max', "config.model.pool='max': ", 'cls|gap|map'),
+        ('mesh.fsdp=0', 'config.mesh.data=-1 x fsdp=0 x tensor=1: ', '1 or more'),
+        ('image_size=24x16', 'config.image_size=24x16: ', '24,16'),
+        ('evals.val.split=x', 'config.evals.val: ', """--config.evals="{'v"""),
+        ('total=Duration', 'config.total: ', 'steps, epochs, examples, fraction'),
+        ('shots=1', 'config.shots: ', "'--config.fewshot.shots'"),
+        ('lerning_rate=1', 'config.lerning_rate: ', "'--config.schedule.learning_rate'"),
+        ('lr=1', 'config.lr: ', "'--config.schedule.learning_rate'"),
+        ('model.drop_path=1', 'config.model.drop_path: ', '.regularization.stochastic_depth'),
+        ('batchsize=1', 'config.batchsize: ', "'batch_size'"),
+        # A record given as one value: the field to set.
+        ('total=3', 'config.total=', '--config.total.epochs=3'),
+        ('total=0.5', 'config.total=', '--config.total.fraction=0.5'),
+        ('optimizer=adam', 'config.optimizer=', '--config.optimizer.FIELD=VALUE: weight_decay, '),
+        ('model=B/16', 'config.model=', 'vit_jax.models.variant(NAME)'),
+        ('model=vit', 'config.model=', '--config.model=ViTConfig or --config.model=ResNetConfig'),
     ],
 )
-def test_what_is_wrong_is_named(override, message):
+def test_a_wrong_field_or_value_is_named_with_what_would_be_right(override, where, name):
     with pytest.raises(UserError) as error:
         load(TINY, [override])
-    assert str(error.value).startswith(message)
+    assert str(error.value).startswith(where) and name in str(error.value)
 
 
-HINTS = {  # another program's name: the field, or words of the sentence that says what to do
-    'drop_path': 'regularization.stochastic_depth',
-    'model.drop_path_rate': 'regularization.stochastic_depth',
-    'freeze_backbone': 'optimizer.trained_blocks=0',
-    'ema': 'polyak_decay',
-    'num_workers': 'loader.threads',
-    'schedule.decay_type': 'schedule.kind',
-    'optimizer.lr': 'schedule.learning_rate',
-    'evaluation_strategy': 'eval_every_steps',
-    'mixed_precision': 'compute.dtype=bfloat16',
-    'max_epochs': 'total.epochs',
-    'epochs': 'total.epochs',
-    'weight_decay': 'optimizer.weight_decay',
-    'label_smoothing': 'loss.label_smoothing',
-    'warmup_ratio': 'schedule.warmup.fraction',
-    'grad_clip': 'optimizer.clip_norm',
-    'Gradient-Accumulation-Steps': 'accumulation_steps',
-    'img_size': 'image_size',
-    'mixup': 'augmentation.mixup',
-    'layer_lr_decay': 'optimizer.layer_decay',
-    'pretrained': 'start_from',
-    'hidden_size': 'model.width',
-    'validation_split': 'held_out.fraction',
-    'num_classes': 'leave it out',
-    'resume': 'same command',
-    'class_weights': 'loss',
-    'early_stopping': 'no best checkpoint',
-    'save_best': 'no best checkpoint',
-    'wandb': 'tensorboard',
-    'gpus': 'CUDA_VISIBLE_DEVICES',
-}
-
-
-@pytest.mark.parametrize('name, meant', HINTS.items())
-def test_the_names_of_other_programs_lead_to_the_field_that_does_it(name, meant):
-    with pytest.raises(UserError) as error:
-        load(TINY, [f'{name}=1'])
-    is_field = ' ' not in meant and '.' in meant or meant in records.hints(TrainConfig)
-    said = f"did you mean '--config.{meant}'?" if is_field else meant
-    assert str(error.value).startswith(f'config.{name}: no such field; ')
-    assert said in str(error.value)
-
-
-@pytest.mark.parametrize('kind, base', [(TrainConfig, 'config'), (Study, 'config.base')])
-def test_what_a_synonym_leads_to_is_a_field_with_that_value(kind, base):
-    paths = config_help.paths(kind)
-    words = [word for texts in config_help.SYNONYMS.values() for word in texts.split()]
-    for target, texts in config_help.SYNONYMS.items():
-        for word in texts.split():
-            assert f'{base}.{target}' in config_help.suggest(kind, word, [])
-        field, _, value = target.partition('=')
-        assert f'{base}.{field}' in paths
-        if value:
-            load(TINY, [target])
-    assert len({*words}) == len(words)
-    fields = {path.rpartition('.')[2] for path in paths}
-    assert not fields & {*words}  # which would be understood as they are
-
-
-@pytest.mark.parametrize(
-    'override, example',
-    [
-        ('total=3', '.epochs=3'),
-        ('total=0.5', '.fraction=0.5'),
-        ('schedule.warmup=500', 'its units: steps, epochs'),
-        ('optimizer=adam', 'its fields, as in --config.optimizer.FIELD=VALUE: weight_decay, '),
-        ('loss=bce', 'kind, label_smoothing'),
-        ('model=B/16', 'model=vit_jax.models.variant(NAME)'),
-        ('model=vit', '--config.model=ViTConfig or --config.model=ResNetConfig'),
-        ('augmentation.crop=inception', '--config.augmentation.crop=InceptionCrop'),
-        ('fewshot=5', 'shots'),
-        ('held_out=0.2', 'fraction'),
-    ],
-)
-def test_a_record_given_as_one_value_says_which_field_to_set(override, example):
-    with pytest.raises(UserError) as error:
-        load(TINY, [override])
-    name = override.partition('=')[0]
-    said = f'for example --config.{name}{example}' if example[0] == '.' else example
-    assert str(error.value).startswith(f'config.{name}=') and said in str(error.value)
+def test_what_a_synonym_leads_to_is_a_field():
+    paths = config_help.paths(TrainConfig)
+    for field, words in config_help.SYNONYMS.items():
+        assert f'config.{field}' in paths
+        for word in words.split():
+            assert f'config.{field}' in config_help.suggest(TrainConfig, word, [])
+            assert not any(path.endswith(f'.{word}') for path in paths), word
 
 
 def test_one_unit_of_a_duration_is_given():
     """The last would win, and the run be a hundred times as long as was meant."""
     assert load(TINY, ['total.epochs=1', 'total.epochs=2']).total == Duration(epochs=2.0)
     assert load(TINY, ['total=none', 'total.epochs=3']).total == Duration(epochs=3.0)
-    with pytest.raises(UserError, match='^config.total.epochs: config.total.steps is given too$'):
+    with pytest.raises(UserError, match='config.total.epochs: config.total.steps'):
         load(TINY, ['total.steps=5', 'total.epochs=1'])
 
 
@@ -239,7 +157,7 @@ def test_an_evaluation_that_was_made_on_the_command_line_has_fields():
     assert evals == {'val': EvalConfig(split='train')}
 
 
-def test_an_override_leaves_the_records_of_the_file_alone():
+def test_an_override_changes_no_record_of_the_file():
     model = tiny.model(num_classes=None)
     config = tiny.experiment(model=model)
     assert apply_overrides(config, ['model.depth=7'], where='config').model.depth == 7

@@ -40,7 +40,6 @@ class Bucket(http.server.ThreadingHTTPServer):
         self.objects, self.uploads = {}, {}
         self.lock, self.numbers = threading.RLock(), itertools.count(1_700_000_000_000_000)
         self.fault = lambda method, path: None
-        self.asked = []
         super().__init__(('127.0.0.1', 0), _Handler)
         self.url = f'http://127.0.0.1:{self.server_port}'
 
@@ -115,9 +114,8 @@ class Bucket(http.server.ThreadingHTTPServer):
             for name in self.names(prefix):
                 cut = name.find(delimiter, len(prefix)) if delimiter else -1
                 key = name if cut < 0 else name[: cut + len(delimiter)]
-                in_range = (
-                    query.get('startOffset', '') <= name < query.get('endOffset', '\U0010ffff')
-                )
+                first, end = query.get('startOffset', ''), query.get('endOffset', '\U0010ffff')
+                in_range = first <= name < end
                 if not in_range or key <= after or key in prefixes:
                     continue
                 if len(items) + len(prefixes) == most:
@@ -140,7 +138,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         body = self._body()
         url = urlsplit(self.path)
         query = dict(parse_qsl(url.query, keep_blank_values=True))
-        self.server.asked.append((self.command, self.path))
         try:
             if status := self.server.fault(self.command, self.path):
                 raise Refused(status, 'as the test wants it')

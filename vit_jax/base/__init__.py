@@ -6,7 +6,6 @@ from vit_jax.base.records import Record, require, require_between, require_patte
 from vit_jax.base.storage import (
     DAMAGED_NPZ,
     Path,
-    appending,
     atomic_write,
     close_by,
     make_folder,

@@ -27,9 +27,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 def shown_url(url: str) -> str:
     """Returns a URL without user, password and query, which may be secrets; other text as it is."""
-    text = re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@', r'\1', url.partition('?')[0])
-    no_port = r'(?<=[^/:]):(?![0-9]*(?:[/#]|$))[^/#]*'  # but a password, cut at its question mark
-    return re.sub(rf'^([A-Za-z][A-Za-z0-9+.-]*:/+[^/#:\[]*){no_port}', r'\1', text)
+    return re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@', r'\1', url.partition('?')[0])
 
 
 def one_line(error: BaseException, limit: int = 400) -> str:

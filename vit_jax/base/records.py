@@ -4,12 +4,9 @@ Every configuration and every checkpoint card is one. A record is checked when i
 can be assigned, as configuration files and the command line do: `checked` makes a checked copy.
 """
 
-import contextlib
 import dataclasses
 import difflib
 import functools
-import hashlib
-import inspect
 import math
 import operator
 import re
@@ -21,7 +18,6 @@ from typing import Any, Literal, TypeVar
 from vit_jax.base.errors import UserError
 
 R = TypeVar('R')
-_LISTED = 60  # names in a message: all taps of a network, not a thousand classes
 
 
 class Record:
@@ -32,14 +28,9 @@ class Record:
     another one is copied.
 
     Raises:
-      UserError: That names the field, for an unknown field, a value of another type, and values
-        that `check` rejects. Assigning an unknown field raises it too.
+      UserError: That names the field, for a value of another type, and values that `check` rejects.
+        Assigning an unknown field raises it too.
     """
-
-    def __new__(cls, *_: Any, **values: Any) -> Any:
-        for name in values:
-            field_type(cls, name, cls.__name__)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         own = type(self).__name__
@@ -90,10 +81,9 @@ def require_between(record: Any, *names: str, **bounds: float) -> None:
         value = getattr(record, name)
         values = value if isinstance(value, tuple) else (value,)
         numbers = [n for n in values if n is not None and not isinstance(n, str)]
-        finite = all(abs(n) < math.inf for n in numbers)
         fits = all(_BOUNDS[kind][1](n, bounds[kind]) for n in numbers for kind in bounds)
-        ending = '' if finite else ', a finite number'
-        require(finite and fits, f'{name}={value!r}: expected {wanted}{ending}')
+        is_finite = all(abs(n) < math.inf for n in numbers)
+        require(fits and is_finite, f'{name}={value!r}: expected {wanted}')
 
 
 def require_pattern(pattern: str) -> None:
@@ -104,15 +94,13 @@ def require_pattern(pattern: str) -> None:
         raise UserError(f'{pattern!r} is no regular expression: {error}') from error
 
 
-def hints(cls: Any) -> Mapping[str, Any]:
-    """Returns the type of each field of a record, by name."""
-    return _hints(cls)
-
-
-@functools.cache
-def _hints(cls: Any) -> Mapping[str, Any]:
+def _read_hints(cls: Any) -> Mapping[str, Any]:
     known = typing.get_type_hints(cls)
     return {each.name: known[each.name] for each in dataclasses.fields(cls)}
+
+
+#: Returns the type of each field of a record, by name.
+hints: Callable[[Any], Mapping[str, Any]] = functools.cache(_read_hints)
 
 
 def field_type(cls: Any, name: str, where: str) -> Any:
@@ -127,8 +115,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Returns the end of an error message about an unknown name: what was probably meant."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
-    listed = [*known[:_LISTED], *(['...'] if len(known) > _LISTED else [])]
-    return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(listed) or "none"}'
+    return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known[:60]) or "none"}'
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
@@ -184,22 +171,17 @@ def checked(record: R, *, where: str) -> R:
 def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
     """Returns a checked copy with other values of fields, which have paths such as `model.depth`.
 
-    Raises UserError, with the nearest name, for an unknown field or a value that it cannot have.
+    Raises UserError for an unknown field or a value that it cannot have.
     """
     copy = checked(record, where=where)
     for path, value in values.items():
-        _assign(copy, path, value, where)
+        *parents, name = path.split('.')
+        holder: Any = copy
+        for parent in parents:
+            holder = getattr(holder, parent, None)
+        require(isinstance(holder, Record), f'{where}.{path}: no such field')
+        holder.override(name, value)
     return checked(copy, where=where)
-
-
-def _assign(record: Any, path: str, value: Any, where: str) -> None:
-    name, _, rest = path.partition('.')
-    require(isinstance(record, Record), f'{where}={record!r} has no field {name!r}')
-    hint, where = field_type(type(record), name, where), f'{where}.{name}'
-    if rest:
-        _assign(getattr(record, name), rest, value, where)
-    else:
-        record.override(name, read(hint, value, where))
 
 
 def differences(old: Any, new: Any, where: str = '') -> list[str]:
@@ -224,24 +206,13 @@ class Elsewhere:
 
 
 def text_of(value: str | Callable[..., Any]) -> str:
-    """Returns a text as it is, of a function MODULE:NAME, for people and for comparisons.
-
-    A function without a name of its own (a lambda) is told from others by a digest of its source,
-    if its source is available. A function from `eval` has no source: Python 3.13 would return that
-    of `python -c`.
-    """
+    """Returns a text as it is, of a function MODULE:NAME, for people and for comparisons."""
     if isinstance(value, str):
         return value
     if isinstance(value, Elsewhere):
         return value.name
     owner = value if hasattr(value, '__qualname__') else type(value)
-    name = f'{owner.__module__}:{owner.__qualname__}'
-    if '<' not in name:
-        return name
-    with contextlib.suppress(OSError, TypeError):  # typed in, or computed
-        if inspect.getfile(owner) != '<string>':
-            name += '#' + hashlib.sha256(inspect.getsource(owner).encode()).hexdigest()[:8]
-    return name
+    return f'{owner.__module__}:{owner.__qualname__}'
 
 
 def read(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
@@ -279,21 +250,18 @@ def read(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
             return value
         if origin is Callable and (is_name or callable(value)):
             return Elsewhere(value['function']) if is_name else value
-    raise UserError(f'{where}={value!r}: expected {_describe(options)}')
+    raise UserError(f'{where}={value!r}: expected {type_text(hint)}')
 
 
-def _describe(options: Iterable[Any]) -> str:
-    """Describes the types that a field may have: `one of cls, gap or nothing`."""
-    kinds = []
-    for option in options:
-        origin, choices = typing.get_origin(option), typing.get_args(option)
-        if origin is Literal:
-            listed = ', '.join(map(str, choices))
-            kinds.append(f'one of {listed}' if len(choices) > 1 else listed)
-        elif origin is Callable:
-            kinds.append('a function')
-        elif option is type(None):
-            kinds.append('nothing')
-        else:
-            kinds.append(str(option) if origin else option.__name__)
-    return ' or '.join(kinds)
+def type_text(hint: Any) -> str:
+    """Returns a type as the command line writes it, such as `cls|gap or none`."""
+    if hint is type(None):
+        return 'none'
+    if len(options := alternatives(hint)) > 1:
+        return ' or '.join(map(type_text, options))
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return '|'.join(map(str, typing.get_args(hint)))
+    if origin is Callable:
+        return 'function'
+    return re.sub(r'\b\w+\.', '', str(hint)) if origin else str(hint.__name__)

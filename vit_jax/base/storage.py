@@ -14,28 +14,22 @@ import logging
 import os
 import pathlib
 import re
-import stat
 import tempfile
 import uuid
 import zipfile
 import zlib
 from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 from etils import epath
 
 from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, one_line, shown_url
-
-if TYPE_CHECKING:
-    from vit_jax.base.held_objects import GrowingObject
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
 # What numpy and zipfile raise for an npz that is damaged, wherever it is.
 DAMAGED_NPZ: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, RuntimeError)
 DAMAGED_NPZ += zipfile.BadZipFile, zlib.error
-# Orbax and tensorstore read a pattern, a backslash, `x:/` and /gs/ in a path in their own way.
-_PLAIN = re.compile(r'(?!/(gs|s3|az|hf)(/|$))(?!.*:(/|$))[^][*?\\\ud800-\udfff]*', re.DOTALL)
 # What orbax and fsspec do not take for a pattern or a query in the path of an object.
 _ON_BUCKET = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
 _PARTIAL = '.partial'  # ends the name of a file that is not yet whole
@@ -50,22 +44,16 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def folder(path: str | os.PathLike[str]) -> Path:
     """Returns the absolute path of a folder. Raises UserError for a store that is not supported."""
     text = os.fspath(path)
-    if not is_remote(text) and not re.match('(gs|s3|https?):/', text):
+    if not is_remote(text):
         return pathlib.Path(text).absolute()
     if not _ON_BUCKET.fullmatch(text):
         expected = 'expected a folder on a disk, or gs://BUCKET/FOLDER without any of ?#[]*'
-        advice = 'in place of S3 take a file system that all hosts mount, such as FSx for Lustre'
-        raise UserError(f'{shown_url(text)}: {expected}; {advice}')
+        raise UserError(f'{shown_url(text)}: {expected}')
     if importlib.util.find_spec('gcsfs') is None:
         raise UserError(f"{text}: Google Cloud Storage needs: pip install 'vit_jax[gs]'")
     import fsspec.config
 
-    for name in 'gcsfs', 'fsspec':  # what they log they raise too
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Else epath goes through TensorFlow if that is installed; it may have been asked before.
-    os.environ['EPATH_USE_TF'] = 'false'
-    with contextlib.suppress(AttributeError):  # there is no public way
-        epath.gpath._is_tf_installed.cache_clear()
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath goes through TensorFlow if that is installed
     # Listings are not kept: orbax and other hosts write there too.
     fsspec.config.conf.setdefault('gcs', {})['use_listings_cache'] = False
     return epath.Path(text)
@@ -81,7 +69,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 @contextlib.contextmanager
 def named_plainly(folder: Path) -> Iterator[epath.Path]:
     """Yields a name of an existing folder that orbax does not misread: its own, or a link to it."""
-    if is_remote(folder) or _PLAIN.fullmatch(os.fspath(folder)):
+    if is_remote(folder) or not re.search(r'[][\\]', os.fspath(folder)):
         yield epath.Path(folder)
         return
     with tempfile.TemporaryDirectory() as links:
@@ -111,8 +99,7 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
             raise kind(f'{place}: {error.strerror or error}{ending}') from error
         if not expected:
             raise
-        what, why = type(error).__name__, one_line(error)
-        why = why if why == what else f'{what}: {why}'
+        why = f'{type(error).__name__}: {one_line(error)}'
         raise UserError(f'{name}: cannot be read ({why}){ending}') from error
 
 
@@ -129,11 +116,8 @@ def require_regular(path: str | os.PathLike[str]) -> None:
 
     A missing path passes; opening it reports the error.
     """
-    with contextlib.suppress(OSError):
-        mode = pathlib.Path(path).stat().st_mode
-        if not stat.S_ISREG(mode):
-            kind = 'a folder' if stat.S_ISDIR(mode) else 'a pipe, socket or device'
-            raise UserError(f'{path}: {kind}; expected a file')
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f'{path}: expected a file, not a folder, a pipe or a device')
 
 
 def require_kept(file: Path) -> None:
@@ -144,19 +128,11 @@ def require_kept(file: Path) -> None:
 
 
 def close_by(path: str | pathlib.Path) -> str:
-    """Ends an error message about a missing path with the similar name next to it, or ''.
-
-    If folders above it are missing too, the name is next to the first of them.
-    """
+    """Ends an error message about a missing path with the similar name next to it, or ''."""
     missing = pathlib.Path(path)
-    with contextlib.suppress(OSError):
-        while not missing.parent.exists():
-            missing = missing.parent
-        names = [other.name for other in missing.parent.iterdir() if other.exists()]
-        close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)
-        if close and not missing.exists():
-            return f'; did you mean {str(missing.with_name(close[0]))!r}?'
-    return ''
+    names = [other.name for other in missing.parent.glob('*')]
+    close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)
+    return f'; did you mean {str(missing.with_name(close[0]))!r}?' if close else ''
 
 
 @contextlib.contextmanager
@@ -226,15 +202,6 @@ def locked(file: IO[Any]) -> bool:
             raise
         logging.warning('%s: no locks here; see that no other run writes there', file.name)
     return True
-
-
-def appending(path: Path) -> 'IO[str] | GrowingObject':
-    """Opens a text file to which lines are added."""
-    if is_remote(path):
-        from vit_jax.base.held_objects import GrowingObject
-
-        return GrowingObject(path)
-    return path.open('a', buffering=1)
 
 
 def write_json(path: Path, values: Any) -> None:

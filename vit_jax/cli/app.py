@@ -6,7 +6,6 @@ make_parser())`, or in `run_job`, if it may be one process of several.
 
 import argparse
 import dataclasses
-import itertools
 import os
 import re
 import sys
@@ -138,20 +137,15 @@ class _Parser(argparse.ArgumentParser):
         return arguments
 
     def _check_flags(self, words: Sequence[str]) -> None:
-        seen = set[str]()
-        for before, word in itertools.pairwise(['', *words]):
-            flag = word.partition('=')[0]
-            if flag.startswith('--') and flag not in self._option_string_actions:
-                self.error(f'unrecognized arguments: {word}; {self._suggest(flag)}')
-            if self.config_kind and before != '--config' and re.match(r'[^-].*\.py(:|$)', word):
-                self.error(f'unrecognized arguments: {word}; did you mean --config={word}?')
-            if flag in ('--config', '--workdir') and (flag in seen or word == f'{flag}='):
-                self.error(f'{word}: expected one value of {flag}')
-            seen.add(flag)
-
-    def _suggest(self, flag: str) -> str:
         flags = [name for name in self._option_string_actions if name.startswith('--')]
-        return config_help.suggest(self.config_kind, flag[2:].rpartition('.')[2], flags)
+        for word in words:
+            flag = word.partition('=')[0]
+            if flag.startswith('--') and flag not in flags:
+                name = flag[2:].rpartition('.')[2]
+                hint = config_help.suggest(self.config_kind, name, flags)
+                self.error(f'unrecognized arguments: {word}; {hint}')
+            if word in ('--config=', '--workdir='):
+                self.error(f'{word}: expected a value')
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f'error: {message} (--help lists all flags)\n')

@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from vit_jax.base import Path, counted, read_json_lines, records, storage, usable
+from vit_jax.base.held_objects import GrowingObject
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import Experiment
 from vit_jax.experiment.workdirs import LEDGER, METRICS
@@ -91,7 +92,10 @@ class Reporter:
             with usable(path := folder / name):
                 with storage.atomic_write(path) as partial:
                     partial.write_text(''.join(json.dumps(value) + '\n' for value in values))
-                self._files[name] = storage.appending(path)
+                is_remote = storage.is_remote(path)
+                self._files[name] = (
+                    GrowingObject(path) if is_remote else path.open('a', buffering=1)
+                )
         if experiment.config.tensorboard:
             from tensorboardX import SummaryWriter
 

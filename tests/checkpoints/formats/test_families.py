@@ -155,28 +155,6 @@ def test_a_projection_has_logits_but_no_probabilities(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'wrong, changes',
-    [
-        ('blocks.', {'model_args': {'depth': 7}}),
-        ('norm_pre.weight', {'model_args': {'pre_norm': True}}),
-        ('mlp.fc1.weight', {'model_args': {'act_layer': 'silu'}}),
-        ('num_classes', {'num_classes': 77}),
-        ('resnet50', {'architecture': 'resnet50'}),
-        ('rotary=', {'model_args': {'rotary': 1}}),
-        ('crop_mode', {'pretrained_cfg': {'crop_mode': 'border'}}),
-    ],
-)
-def test_what_a_description_of_timm_states_is_used_or_rejected_by_name(wrong, changes, tmp_path):
-    """Sizes and options that are not those of the arrays, and keys that are not known."""
-    source = reference.family('vit_timm_cls')
-    folder = shutil.copytree(source, tmp_path / 'x', copy_function=shutil.copyfile)
-    path = folder / 'config.json'
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=wrong):
-        vit_jax.load(folder, num_heads=4)
-
-
-@pytest.mark.parametrize(
     'off, std', [(('do_normalize',), 255), (('do_normalize', 'do_rescale'), 1)]
 )
 def test_a_processor_that_leaves_a_step_out_scales_otherwise(off, std, tmp_path):

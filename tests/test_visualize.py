@@ -70,7 +70,9 @@ def test_every_figure_is_explained_and_all_its_text_can_be_read(name, report, mo
             written.append((self.get_text(), self.get_window_extent(renderer)))
 
     monkeypatch.setattr(Text, 'draw', recorded)
-    for file in folder.glob(f'{name}*.npz'):
+    files = [*folder.glob(f'{name}*.npz')]
+    assert files
+    for file in files:
         assert file.with_suffix('.png').exists()
         written.clear()
         with np.load(file) as numbers:

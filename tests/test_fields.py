@@ -117,8 +117,9 @@ def fields(cls):
 
 def test_every_field_is_read_somewhere():
     trees = [ast.parse(path.read_text()) for path in (ROOT / 'vit_jax').rglob('*.py')]
-    nodes = itertools.chain(*map(ast.walk, trees))
+    nodes = [*itertools.chain(*map(ast.walk, trees))]
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant)}  # for getattr
     assert not {*fields(TrainConfig)} - read
 
 

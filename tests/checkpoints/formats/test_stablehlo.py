@@ -147,7 +147,7 @@ def test_preprocessing_is_the_crop_within_a_gray_level(method):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('number, shape', enumerate(SHAPES))
+@pytest.mark.parametrize('number, shape', [*enumerate(SHAPES)])
 def test_preprocessing_is_the_crop_for_every_shape(number, shape):
     """Each shape with a method and crop of its own: each pair is another program to compile."""
     for method in METHODS:

@@ -338,7 +338,7 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
         require(family != 'dinov3_vit', wrong)
         wrong = 'the huggingface layout has no tanh layer before a head: drop the head'
         require(config.representation_size is None, wrong)
-    hidden = (_dinov2_mlp(config.width, ratio, gated=gated) for ratio in range(1, 65))
+    hidden = (_dinov2_mlp(config.width, float(ratio), gated=gated) for ratio in range(1, 65))
     ratio = next((i for i, size in enumerate(hidden, 1) if size == config.mlp_dim), None)
     has_bias = {
         f'{n}_bias': b not in layout.zeros for n, b in zip(_QKV, layout.biases, strict=True)

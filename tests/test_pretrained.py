@@ -108,7 +108,7 @@ def test_there_are_as_many_class_names_as_outputs_or_none(num_classes, count):
 
 @pytest.mark.parametrize(
     'name, meant',
-    [('B/16', 'augreg:B/16 or vit:B/16'), ('vit_base_patch16', 'hf:timm/vit_base')],
+    [('B/16', 'augreg:B/16 or vit:B/16'), ('vit_base_patch16_224', 'hf:timm')],
 )
 def test_a_name_without_its_kind_is_guessed(name, meant):
     with pytest.raises(UserError, match=meant):

@@ -23,7 +23,7 @@ MANY = tiny.model(depth=13, width=34, num_heads=17)  # more blocks and heads tha
 RESNET = ResNetConfig(
     image_size=(16, 16), backbone=Backbone(blocks=(1,), width=32), num_classes=tiny.CLASSES
 )
-LONG = 'experiments of 2026-vit_$b$_16 trained on & off-' + 30 * 'W'
+LONG = 'experiments of 2026-vit_$b$_16 trained on & off-checkpoints-000120000'
 
 
 def run(*arguments):

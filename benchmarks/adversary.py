@@ -239,7 +239,7 @@ def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
         'own-files': ("damage to a run's own files", own_files),
         'foreign-files': ('damage to foreign files', lambda: foreign_files(100)),
         'crashes': row(
-            'a crash at each file operation, power', 'tests', '-k=crash_at or test_power'
+            'a crash at each file operation, power', 'tests', '-k=kill_at or test_power'
         ),
         'bits': row('flipped bits and lost files of checkpoints', CHECKPOINTS, '-k=flip or damage'),
         'alone': row('one of two processes is killed', HOSTS, '-k=killed_alone'),
@@ -248,7 +248,7 @@ def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
         'evaluation': row('1 to 359 images, by two processes', HOSTS, '-k=counts_every_image'),
         'changes': row('other data or values than before', RUNS, '-k=differ or test_data_record'),
         'pickles': row('pickles that would be executed', FORMATS, '-k=pickle'),
-        'bombs': row('images that declare too many pixels', READING[1], '-k=bomb'),
+        'bombs': row('images that declare too many pixels', READING[1], '-k=more_pixels'),
         'records': row('damage to stored records', READING[1], '-k=noticed'),
         'disks': row(
             'full and read-only disks, no memory', RUNS, '-k=disk or be_written or without_memory'

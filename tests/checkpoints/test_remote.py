@@ -132,7 +132,6 @@ SECRETS = [
     'https://127.0.0.1:1/f.npz?sig=secret#secret',
     'https:/h/f.npz?sig=secret',
     'https://user:secret@127.0.0.1:1/f.npz',
-    'https://127.0.0.1:secret/f.npz',
     's3://bucket/f.npz?sig=secret:secret',
     'ftp://user:secret@h/x?secret',
     'hf:a/b@main?x:secret',

@@ -39,7 +39,7 @@ def exit_code(monkeypatch, main, *arguments, parser=None, **options):
     monkeypatch.setattr(sys, 'argv', ['program', *arguments])
     monkeypatch.setattr(os, '_exit', sys.exit)
     with pytest.raises(SystemExit) as ended:
-        app.run(main, parser or app.new_parser('name', ''), **options)
+        app.run(main or (lambda arguments: 0), parser or app.new_parser('name', ''), **options)
     return ended.value.code
 
 

@@ -80,7 +80,7 @@ def test_a_later_grid_has_the_values_and_the_seed_of_the_run_it_starts_from():
 @pytest.mark.parametrize(
     'values, name',
     [
-        ({'axes': {'depth': {'1': {'model.depht': 1}}}}, 'model.depht'),
+        ({'axes': {'depth': {'1': {'depht': 1}}}}, 'depht'),
         ({'axes': {'depth': {'1': {'model.depth': 0}}}}, 'depth=0'),
         ({'axes': {'a': {'b-c': {}, 'b': {}}, 'd': {'e': {}, 'c-e': {}}}}, 'b-c-e-seed0'),
         ({'axes': {'a': {'x': {}, 'X': {}}}}, 'train/X-seed0'),

@@ -30,6 +30,8 @@ Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or
 # What numpy and zipfile raise for an npz that is damaged, wherever it is.
 DAMAGED_NPZ: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, RuntimeError)
 DAMAGED_NPZ += zipfile.BadZipFile, zlib.error
+# Orbax and tensorstore misread patterns, a backslash, bytes that are no text, `x:/` and /gs/.
+_MISREAD = re.compile(r'[][*?\\\ud800-\udfff]|:(/|$)|^/(gs|s3)(/|$)')
 # What orbax and fsspec do not take for a pattern or a query in the path of an object.
 _ON_BUCKET = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
 _PARTIAL = '.partial'  # ends the name of a file that is not yet whole
@@ -69,7 +71,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 @contextlib.contextmanager
 def named_plainly(folder: Path) -> Iterator[epath.Path]:
     """Yields a name of an existing folder that orbax does not misread: its own, or a link to it."""
-    if is_remote(folder) or not re.search(r'[][\\]', os.fspath(folder)):
+    if is_remote(folder) or not _MISREAD.search(os.fspath(folder)):
         yield epath.Path(folder)
         return
     with tempfile.TemporaryDirectory() as links:

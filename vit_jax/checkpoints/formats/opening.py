@@ -79,7 +79,12 @@ def open_checkpoint(
         files = [] if is_remote(local) else _find_weights(place)
     if not files:
         return _open_own(path, local, hints)
-    opened = [array_files.read_array_file(file) for file in files]
+    try:
+        opened = [array_files.read_array_file(file) for file in files]
+    except UserError as error:
+        if not origin:
+            raise
+        raise type(error)(f'{error}; it is the copy of {origin[0]}') from error
     contents = FileContents(
         arrays={name: array for each in opened for name, array in each.arrays.items()},
         metadata=opened[0].metadata,

@@ -19,6 +19,7 @@ from vit_jax.checkpoints.formats import array_files, inference, name_map, stable
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
 from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.opening import CARD, FORMATS, LAYOUT, NAMES, OURS, match_arrays
+from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import ResNetConfig, ViTConfig
 from vit_jax.models.masked_patches import MASKED
 from vit_jax.models.model import position_array, position_tables
@@ -203,9 +204,11 @@ def _check_comes_back(
     again = records.to_dict(dataclasses.replace(parsed.config, **same))
     if lost := records.differences(records.to_dict(config), again):
         raise UserError(f'the {form.name} format has no such model: it would read {lost[0]}')
-    crop = parsed.preprocessing.crop
-    is_same = not form.file_name or crop == card.preprocessing.crop
-    return [] if is_same else [f'readers prepare images by {crop}, not {card.preprocessing.crop}']
+    own, theirs = card.preprocessing.crop, parsed.preprocessing.crop
+    if isinstance(own, CentralCrop) and isinstance(theirs, CentralCrop):
+        theirs = dataclasses.replace(theirs, rounding=own.rounding)  # a pixel at most
+    is_same = not form.file_name or own == theirs
+    return [] if is_same else [f'readers prepare images by {theirs}, not {own}']
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:

@@ -32,6 +32,9 @@ GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'q
 POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
 # Fields of `ViTConfig` that names and shapes of arrays do not show.
 _OPTIONS = 'gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'
+# Of `pretrained_cfg`, which older files have at the top: its keys, and timm's defaults of others.
+_PRETRAINED = {'tag', 'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}
+_DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 'crop_pct': 0.875}
 # Arguments that change no outputs: dropout, and how parameters are initialized.
 _NO_EFFECT = r'(.*_)?drop(_path)?_rate|weight_init|fix_init|dynamic_img_size'
 _TANH = re.compile(
@@ -97,7 +100,7 @@ class _Arguments(Record):
 
 @dataclasses.dataclass
 class _Description(Record):
-    """config.json and its `pretrained_cfg`, with timm's defaults."""
+    """config.json and its `pretrained_cfg`; if that is absent, images are prepared as usual."""
 
     architecture: str = ''
     tag: str = ''
@@ -107,10 +110,10 @@ class _Description(Record):
     labels: tuple[str, ...] = ()  # an older name of `label_names`
     input_size: tuple[int, int, int] | None = None  # channels, height, width
     interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bicubic'
-    crop_pct: float = 0.875
+    crop_pct: float = 0.9
     crop_mode: Literal['center', 'squash'] = 'center'
-    mean: base.Scaling = base.IMAGENET[0]
-    std: base.Scaling = base.IMAGENET[1]
+    mean: base.Scaling = base.HALF
+    std: base.Scaling = base.HALF
 
     def check(self) -> None:
         require_between(self, 'crop_pct', low=1 / 16, high=1)
@@ -183,8 +186,10 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         stated = open_clip.timm_description(contents) or stated
         ignored += r'|(?!visual\.).*'  # the text tower
     arguments = stated.part('model_args').record(_Arguments, ignored=_NO_EFFECT)
-    merged = JsonObject({**stated.part('pretrained_cfg'), **stated}, stated.where)
-    described, remarks = merged.record(_Description), list[str]()
+    pretrained, remarks = stated.part('pretrained_cfg'), list[str]()
+    merged = JsonObject({**pretrained, **stated}, stated.where)
+    says_preparation = bool(pretrained) or not _PRETRAINED.isdisjoint(stated)
+    described = merged.record(_Description, defaults=_DEFAULTS if says_preparation else {})
     if not stated:
         described, remark = _assume(arrays)
         remarks.append(remark)
@@ -215,12 +220,13 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 def _assume(arrays: Arrays) -> tuple[_Description, str]:
     """Returns how images are prepared for a file without config.json, and a remark about that."""
     if 'mask_token' in arrays:
-        return _Description(), 'no config.json: images are prepared as for DINOv2'
+        described = _Description(**_DEFAULTS)
+        return described, 'no config.json: images are prepared as for DINOv2'
     if 'norm_pre.weight' in arrays:
-        described = _Description(mean=base.CLIP[0], std=base.CLIP[1], crop_pct=0.9)
+        described = _Description(mean=base.CLIP[0], std=base.CLIP[1])
         return described, 'no config.json: images are prepared as for CLIP'
     text = 'no config.json: GELU, epsilon, pooling and preparation are those of most ViTs'
-    return _Description(mean=base.HALF, std=base.HALF, crop_pct=0.9), text
+    return _Description(), text
 
 
 def _build_config(

@@ -18,7 +18,6 @@ from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
 from vit_jax.checkpoints.formats.base import Format, ParsedCheckpoint
 from vit_jax.checkpoints.formats.inference import Arrays, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
-from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import Gelu, Pool, ViTConfig
 from vit_jax.models.config import PositionResize
 
@@ -199,17 +198,17 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     # CLIP's projection has no bias: timm gives it a bias of zeros.
     bias = arrays.get('head.bias')
     projects = bias is not None and config.pre_norm and not bias.read().any()
-    resize: Any = f'{described.interpolation}_antialias'
-    crop = CentralCrop(
-        scale=1 / described.crop_pct,
+    preprocessing = base.timm_preprocessing(
+        described.mean,
+        described.std,
+        interpolation=described.interpolation,
         keep_aspect=described.crop_mode == 'center',
-        resize=resize,
-        rounding='timm',
+        crop_pct=described.crop_pct,
     )
     return ParsedCheckpoint(
         config,
         layout,
-        base.foreign_preprocessing(crop, described.mean, described.std),
+        preprocessing,
         described.label_names or described.labels,
         ignored=ignored,
         loss='contrastive' if projects else None,
@@ -304,10 +303,6 @@ def _options(
     inferred = 'map' if 'attn_pool.latent' in arrays else 'token'
     if inferred == 'token' and ('cls_token' not in arrays or 'fc_norm.weight' in arrays):
         inferred = 'avg'
-    for field in 'global_pool', 'num_classes':
-        value, argument = getattr(described, field), getattr(arguments, field)
-        wrong = f'config.json: {field}={value}, but model_args.{field}={argument}'
-        require(None in (value, argument) or value == argument, wrong)
     pool: Pool = POOLS[_first(arguments.global_pool, described.global_pool, inferred)]
     pool = 'cls_dist' if pool == 'cls' and 'dist_token' in arrays else pool
     tokens = next((n for n in ('reg_token', 'register_tokens') if n in arrays), None)

@@ -149,6 +149,10 @@ def test_what_a_file_says_that_is_odd_or_not_supported_is_rejected(name, file, r
 
 def test_what_a_timm_description_states_twice_or_in_part(root):
     path = folder_of('timm', root) / CONFIG
+    # The number of classes alone says nothing about images; timm's defaults complete what does.
+    for said, mean in ({'num_classes': tiny.CLASSES}, 127.5), ({'crop_pct': 1.0}, 123.675):
+        path.write_text(json.dumps(TIMM | said))
+        assert vit_jax.load(path.parent).preprocessing.mean[0] == pytest.approx(mean)
     # timm overrides what pretrained_cfg says by what stands beside it.
     stated = {'num_classes': tiny.CLASSES, 'model_args': {'in_chans': 3, 'num_heads': 2}}
     said = {'pretrained_cfg': {'num_classes': 9, 'input_size': (1, 8, 8)}}

@@ -17,6 +17,23 @@ from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.experiment.build import open_start
 
+# What files of transformers do not say without their config.json.
+UNDESCRIBED = {
+    'clip_hf': {'gelu': 'quick'},
+    'clip_hf_vision': {'gelu': 'exact'},
+    'deit_hf': {},
+    'deit_hf_dist': {},
+    'dino_hf': {},
+    'dinov2_hf': {},
+    'dinov2_hf_linear': {},
+    'dinov2_hf_reg4': {},
+    'dinov2_hf_swiglu': {},
+    'dinov3_hf': {'grid': (4, 4), 'num_heads': 2},
+    'ijepa_hf': {},
+    'mae_hf': {},
+    'siglip_hf': {},
+    'siglip_hf_linear': {},
+}
 # Sizes for which positions are stored, where the processor makes images of another size.
 STORED = {'dinov2_hf': 42, 'dinov2_hf_linear': 48, 'dinov2_hf_reg4': 48}
 NOT_SUPPORTED = {'beit_hf': 'beit', 'beit_timm': 'beitv2_base_patch16_224'}
@@ -65,6 +82,21 @@ def test_what_is_written_back_are_the_same_arrays(name, tmp_path):
     assert stored(tmp_path / f'copy{end}') == kept
     again = vit_jax.load(tmp_path / f'copy{end}')
     assert again == network
+
+
+@pytest.mark.parametrize('name', [marked(name) for name in UNDESCRIBED])
+def test_without_config_json_the_arrays_say_which_model_of_transformers_it_is(name, tmp_path):
+    for file in pathlib.Path(reference.family(name)).iterdir():
+        if file.name != 'config.json':
+            shutil.copyfile(file, tmp_path / file.name)
+    for hint in UNDESCRIBED[name]:
+        with pytest.raises(NeedsHint, match=hint):
+            vit_jax.load(tmp_path, **{'num_heads': 4} | UNDESCRIBED[name] | {hint: None})
+    inferred = vit_jax.load(tmp_path, **{'num_heads': 4} | UNDESCRIBED[name])
+    described = load(name, None)
+    assert inferred.config == described.config
+    assert inferred.preprocessing == described.preprocessing
+    assert sum('no config.json' in line for line in inferred.report) == 1
 
 
 @pytest.mark.parametrize('name', NOT_SUPPORTED)

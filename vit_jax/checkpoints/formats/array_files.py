@@ -7,6 +7,7 @@ does not, so the ones that we write carry digests.
 import contextlib
 import functools
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -189,10 +190,8 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
 def _npz(path: pathlib.Path) -> dict[str, LazyArray]:
     archive, npy = zipfile.ZipFile(path), np.lib.format
 
-    def read(member: str) -> np.ndarray:
-        with archive.open(member) as file:
-            array = npy.read_array(file, allow_pickle=False)
-            file.read()  # to the end, where zipfile compares the checksum
+    def read(member: str) -> np.ndarray:  # all of it, so that zipfile compares the checksum
+        array: np.ndarray = np.load(io.BytesIO(archive.read(member)), allow_pickle=False)
         return array
 
     arrays = {}
@@ -202,7 +201,6 @@ def _npz(path: pathlib.Path) -> dict[str, LazyArray]:
             first = npy.read_magic(file) == (1, 0)
             header = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
             shape, _, dtype = header(file)
-        require(not dtype.hasobject, f'{name}: holds Python objects, which only pickle could read')
         arrays[name] = _lazy(name, shape, dtype, functools.partial(read, member))
     return arrays
 

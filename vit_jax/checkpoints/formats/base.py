@@ -8,7 +8,7 @@ from vit_jax.base import records
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats.array_files import FileContents
 from vit_jax.checkpoints.formats.name_map import NameRule
-from vit_jax.data.image_preprocessing import Crop, Preprocessing
+from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
 from vit_jax.models import ModelConfig
 
 
@@ -79,9 +79,13 @@ def check_scaling(record: Any, mean: str, std: str) -> None:
     records.require_between(record, std, low=0.001, high=10)
 
 
-def foreign_preprocessing(crop: Crop, mean: Scaling, std: Scaling) -> Preprocessing:
-    """Returns a preprocessing of PyTorch, with mean and std of pixel values from 0 to 1."""
+def timm_preprocessing(
+    mean: Scaling, std: Scaling, *, interpolation: str, keep_aspect: bool, crop_pct: float = 1.0
+) -> Preprocessing:
+    """Returns the preprocessing of timm and OpenCLIP, with mean and std of values from 0 to 1."""
     (r, g, b), (s, t, u) = mean, std
+    resize: Any = f'{interpolation}_antialias'
+    crop = CentralCrop(scale=1 / crop_pct, keep_aspect=keep_aspect, resize=resize, rounding='timm')
     return Preprocessing(
         crop=crop,
         exif_rotation=False,

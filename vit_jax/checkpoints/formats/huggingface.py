@@ -1,7 +1,8 @@
 """The layout of Hugging Face's transformers: a directory of `config.json` and weights.
 
 `config.json` describes the model; a key that it leaves out has the default of its model_type. The
-arrays say only which optional parts there are: a head, a tanh layer before it.
+arrays say only which optional parts there are: a head, a tanh layer before it. Without config.json
+the names of the arrays tell the model_type, and their shapes the sizes.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, huggingface_processor, inference, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
 from vit_jax.checkpoints.formats.base import Format, ParsedCheckpoint
+from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
 from vit_jax.models import Gelu, Pool, ViTConfig
 
@@ -33,6 +35,7 @@ _ONLY: dict[str, Any] = {'auto_map': None, 'quantization_config': None, 'rope_sc
 _ONLY |= {'rope_theta': 100.0, 'pooler_act': 'tanh', 'proj_bias': True, 'mlp_bias': True}
 _QKV = 'query', 'key', 'value'
 _BLOCK = 'encoder/block'
+_SWIGLU = 'encoder.layer.{layer0}.mlp.weights'  # of DINOv2
 # Theirs by ours, in models such as ViT: of modules, and of single arrays.
 _MODULES = {
     'embedding': 'embeddings.patch_embeddings.projection',
@@ -202,9 +205,8 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     modules = {ours: names[ours] for ours in _MODULES}
     if config.gelu is None and layout.family.startswith('dinov2'):  # gate and value are one matrix
         modules = {ours: theirs for ours, theirs in modules.items() if '/mlp/' not in ours}
-        weights = 'encoder.layer.{layer0}.mlp.weights'
-        rules += module(f'{weights}_in', f'{_BLOCK}/mlp/gate', f'{_BLOCK}/mlp/dense1')
-        rules += module(f'{weights}_out', f'{_BLOCK}/mlp/dense2')
+        rules += module(f'{_SWIGLU}_in', f'{_BLOCK}/mlp/gate', f'{_BLOCK}/mlp/dense1')
+        rules += module(f'{_SWIGLU}_out', f'{_BLOCK}/mlp/dense2')
     for ours, theirs in modules.items():
         rules += module(theirs, ours)
     # SigLIP's attention pooling.
@@ -217,7 +219,11 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
 
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     described, arrays = contents.description('config.json'), contents.arrays
-    require(bool(described), 'no config.json: expected the one of the model next to the weights')
+    remarks = list[str]()
+    if not described:
+        described = _infer_description(arrays, hints)
+        name = described['model_type']
+        remarks.append(f'no config.json: activation and epsilon are those that {name} usually has')
     model_type = str(described.get('model_type'))
     family = _TOWERS.get(model_type, model_type)
     types = ', '.join([*_FAMILIES, *_TOWERS])
@@ -229,8 +235,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     values.part('rope_parameters').expect({'rope_theta': 100.0})
     fields = values.record(Config, defaults=known.defaults)
     values.expect({'hidden_act': 'silu'} if fields.use_gated_mlp else {})
-    prefix = known.prefix if any(name.startswith(known.prefix) for name in arrays) else ''
-    layout = Layout(prefix=prefix, family=family)
+    layout = _layout_of(family, arrays)
     has_bias = fields.query_bias, fields.key_bias, fields.value_bias
     pairs = zip(layout.biases, has_bias, strict=True)
     zeros = [bias for bias, has in pairs if not (has and fields.qkv_bias)]
@@ -239,7 +244,8 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     processor = contents.description('processor_config.json').part('image_processor')
     processor = processor or contents.description('preprocessor_config.json')  # as transformers
     preprocessing, size = huggingface_processor.parse(processor, known.processor)
-    remark = f'no preprocessor_config.json: images are prepared as is usual for {family}'
+    usual = f'images are prepared as is usual for {family}'
+    remarks += [] if processor else [f'no preprocessor_config.json: {usual}']
     problem = described.get('problem_type')
     loss = next((loss for loss, name in _PROBLEM_TYPES.items() if name == problem), problem)
     projects = family == 'clip_vision_model' and config.num_classes is not None
@@ -252,9 +258,59 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         class_names=_class_names(described, config.num_classes),
         ignored='|'.join(ignored),
         loss='contrastive' if projects else loss,
-        remarks=() if processor else (remark,),
+        remarks=tuple(remarks),
         processor_size=size if processor else None,
     )
+
+
+def _layout_of(family: str, arrays: inference.Arrays) -> Layout:
+    prefix = _FAMILIES[family].prefix
+    has_prefix = any(name.startswith(prefix) for name in arrays)
+    return Layout(prefix=prefix if has_prefix else '', family=family)
+
+
+def _infer_description(arrays: inference.Arrays, hints: Hints) -> JsonObject:
+    """Returns the config.json of a file without one, for the usual model of its family."""
+    joined = '\n'.join(arrays)
+    is_dino = 'layer_scale1' in joined
+    kinds = {
+        'clip_vision_model': 'pre_layrnorm' in joined,
+        'siglip_vision_model': 'position_embedding.weight' in joined,
+        'dinov3_vit': is_dino and 'position_embeddings' not in joined,
+        'dinov2_with_registers': is_dino and 'register_tokens' in joined,
+        'dinov2': is_dino,
+        'deit': 'distillation_token' in joined,
+        'vit': 'cls_token' in joined,
+        'ijepa': True,
+    }
+    family = next(name for name, fits in kinds.items() if fits)
+    if family == 'clip_vision_model' and hints.gelu is None:
+        raise NeedsHint('no config.json: say gelu=quick, as OpenAI trained it, or gelu=exact')
+    known, layout = _FAMILIES[family], _layout_of(family, arrays)
+    usual = JsonObject({}, 'config.json').record(Config, defaults=known.defaults)
+    defaults = Hints(gelu=_GELUS[usual.hidden_act], layer_norm_epsilon=usual.layer_norm_eps)
+    names = {ours: layout.prefix + theirs for ours, theirs in layout.names.items()}
+    second = f'{names[f"{_BLOCK}/mlp/dense2"]}.weight'
+    if 'mlp.weights_out' in joined:
+        second = f'{layout.prefix}{_SWIGLU}_out.weight'
+    is_gated = 'mlp.weights_in' in joined or 'mlp.gate_proj' in joined
+    gated: dict[str, Any] = {'gelu': None} if is_gated else {}
+    blocks = re.escape(layout.prefix + known.block).replace(r'\{layer0\}', r'(\d+)')
+    registers = names['registers']
+    config, _ = inference.infer_config(
+        arrays,
+        inference.with_defaults(hints, defaults),
+        embedding=f'{names["embedding"]}.weight',
+        table=None if family == 'dinov3_vit' else names['pos_embedding'],
+        rows=(known.class_tokens,),
+        depth=inference.count_layers(arrays, rf'{blocks}\.'),
+        mlp_dim=inference.shape_of(arrays, second.replace('{layer0}', '0'), 2)[1],
+        registers=inference.shape_of(arrays, registers, 3)[1] if registers in arrays else 0,
+        **gated,
+    )
+    zeros = tuple(b for b in layout.biases if b.replace('{layer0}', '0') not in arrays)
+    layout = dataclasses.replace(layout, zeros=zeros)
+    return JsonObject(_describe(config, layout), 'config.json')
 
 
 def _model(fields: Config, layout: Layout, arrays: inference.Arrays, hints: Hints) -> ViTConfig:
@@ -328,23 +384,31 @@ def _usual_layout(config: ViTConfig) -> Layout:
 
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
-    """Returns the config.json: all keys, as each model_type ignores those that it does not have.
-
-    Raises UserError for a model that transformers does not have.
-    """
-    family, gated = layout.family, config.gelu is None
+    """Returns the config.json. Raises UserError for a model that transformers does not have."""
+    family, values = layout.family, _describe(config, layout)
     if config.num_classes is not None:
         wrong = f'the huggingface layout has no head for {family}: drop it'
         require(family != 'dinov3_vit', wrong)
         wrong = 'the huggingface layout has no tanh layer before a head: drop the head'
         require(config.representation_size is None, wrong)
+    if config.num_classes is not None and not card.projects:
+        labels = card.class_names or [f'LABEL_{i}' for i in range(config.num_classes)]
+        values['id2label'] = {str(i): name for i, name in enumerate(labels)}
+        values['label2id'] = {name: i for i, name in enumerate(labels)}
+        values['problem_type'] = _PROBLEM_TYPES.get(card.loss or '')
+    return values
+
+
+def _describe(config: ViTConfig, layout: Layout) -> dict[str, Any]:
+    """Returns all keys but a classifier's: a model_type ignores those that it does not have."""
+    gated = config.gelu is None
     hidden = (_dinov2_mlp(config.width, float(ratio), gated=gated) for ratio in range(1, 65))
     ratio = next((i for i, size in enumerate(hidden, 1) if size == config.mlp_dim), None)
     has_bias = {
         f'{n}_bias': b not in layout.zeros for n, b in zip(_QKV, layout.biases, strict=True)
     }
-    values: dict[str, Any] = {
-        'model_type': family,
+    return {
+        'model_type': layout.family,
         'dtype': layout.dtype,
         'image_size': _one_side(config.image_size),
         'patch_size': _one_side(config.patch_size),
@@ -366,12 +430,6 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
         'projection_dim': config.num_classes or 512,  # of CLIP
         'vision_use_head': config.pool == 'map',  # of SigLIP
     }
-    if config.num_classes is not None and not card.projects:
-        labels = card.class_names or [f'LABEL_{i}' for i in range(config.num_classes)]
-        values['id2label'] = {str(i): name for i, name in enumerate(labels)}
-        values['label2id'] = {name: i for i, name in enumerate(labels)}
-        values['problem_type'] = _PROBLEM_TYPES.get(card.loss or '')
-    return values
 
 
 def _one_side(size: tuple[int, int]) -> int | list[int]:

@@ -47,11 +47,12 @@ def hints_of(config: ModelConfig) -> Hints:
     return Hints(**{name: getattr(config, name, None) for name in vars(Hints())})
 
 
-def shape_of(arrays: Arrays, name: str, rank: int) -> tuple[int, ...]:
+def shape_of(arrays: Arrays, name: str, *ranks: int) -> tuple[int, ...]:
     """Returns the shape of an array. Raises UserError if it is missing or of another rank."""
     require(name in arrays, f'the array {name} is missing')
     shape = arrays[name].shape
-    require(len(shape) == rank and 0 not in shape, f'{name}: shape {shape}; expected {rank} axes')
+    wrong = f'{name}: shape {shape}; expected {" or ".join(map(str, ranks))} axes'
+    require(len(shape) in ranks and 0 not in shape, wrong)
     return shape
 
 
@@ -162,7 +163,7 @@ def _infer_grid(
         if known is None:
             raise NeedsHint('positions are computed: say the grid, for example grid=(14, 14)')
         return known, 0
-    count = shape_of(arrays, table, 3)[1]
+    count = shape_of(arrays, table, 2, 3)[-2]  # some have no axis for the batch
     side = math.isqrt(max(0, count - rows[0]))
     grid = known or (side, side)
     for row in rows:

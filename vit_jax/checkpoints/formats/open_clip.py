@@ -6,7 +6,6 @@ names, which are read here.
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal
 
 from vit_jax.base import Record, require, require_between
@@ -16,12 +15,12 @@ from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
 from vit_jax.checkpoints.formats.base import CLIP, Format, Layout, ParsedCheckpoint, Scaling
 from vit_jax.checkpoints.formats.inference import Arrays, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
-from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import ViTConfig
 
 _FILE = 'open_clip_config.json'
 _BIAS = 'proj.bias'  # of our head; the projection has none
 _BLOCK = 'transformer.resblocks'
+_EPSILON = 1e-5
 _TRAINING_ONLY = r'patch_dropout|output_tokens|timm_(model_pretrained|drop|drop_path|proj_bias)'
 
 
@@ -117,33 +116,28 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def _infer(arrays: Arrays, hints: Hints) -> tuple[_Model, _Vision]:
-    """Returns what the description would say of a file that has none."""
+def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
+    """Returns the model of a file without a description."""
     if hints.gelu is None:
         raise NeedsHint(f'no {_FILE}: say gelu=quick, as OpenAI trained it, or gelu=exact')
-    p, q, _, width = inference.kernel_shape(arrays, 'conv1.weight')
-    side = math.isqrt(inference.shape_of(arrays, 'positional_embedding', 2)[0])  # and a class token
-    rows, columns = hints.grid or (side, side)
-    vision = _Vision(
-        layers=inference.count_layers(arrays, rf'{_BLOCK}\.(\d+)\.'),
-        width=width,
-        head_width=width // hints.num_heads if hints.num_heads else 64,
-        mlp_ratio=inference.shape_of(arrays, f'{_BLOCK}.0.mlp.c_fc.bias', 1)[0] / width,
-        patch_size=(p, q),
-        image_size=(rows * p, columns * q),
+    config, _ = inference.infer_config(
+        arrays,
+        inference.with_defaults(hints, Hints(layer_norm_epsilon=_EPSILON)),
+        embedding='conv1.weight',
+        table='positional_embedding',
+        rows=(1,),
+        depth=inference.count_layers(arrays, rf'{_BLOCK}\.(\d+)\.'),
+        mlp_dim=inference.shape_of(arrays, f'{_BLOCK}.0.mlp.c_fc.bias', 1)[0],
+        num_classes=inference.shape_of(arrays, 'proj', 2)[1] if 'proj' in arrays else None,
+        pre_norm=True,
+        position_resize='bicubic_antialias',
     )
-    embed_dim = inference.shape_of(arrays, 'proj', 2)[1] if 'proj' in arrays else None
-    return _Model(embed_dim=embed_dim, quick_gelu=hints.gelu == 'quick'), vision
+    return config
 
 
-def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
-    prefix = 'visual.' if any(name.startswith('visual.') for name in contents.arrays) else ''
-    arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
-    (model, vision, preprocess), remarks = _read(contents), list[str]()
-    if not contents.description(_FILE):
-        model, vision = _infer(arrays, hints)
-        remarks.append(f'no {_FILE}: heads of {vision.head_width}, images prepared as for CLIP')
-    config = ViTConfig(
+def _build_config(arrays: Arrays, model: _Model, vision: _Vision) -> ViTConfig:
+    """Returns the model of a description; the arrays say only whether it has a projection."""
+    return ViTConfig(
         image_size=vision.image_size,
         patch_size=vision.patch_size,
         width=vision.width,
@@ -151,22 +145,33 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         mlp_dim=int(vision.width * vision.mlp_ratio),
         num_heads=max(1, vision.width // vision.head_width),
         gelu='quick' if model.quick_gelu else 'exact',
-        layer_norm_epsilon=1e-5,
+        layer_norm_epsilon=_EPSILON,
         layer_scale=vision.ls_init_value,
         pre_norm=True,
         num_classes=model.embed_dim if 'proj' in arrays else None,
         position_resize='bicubic_antialias',
     )
-    resize: Any = f'{preprocess.interpolation}_antialias'
-    keep_aspect = preprocess.resize_mode == 'shortest'
-    crop = CentralCrop(scale=1.0, keep_aspect=keep_aspect, resize=resize, rounding='timm')
+
+
+def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
+    prefix = 'visual.' if any(name.startswith('visual.') for name in contents.arrays) else ''
+    arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
+    model, vision, preprocess = _read(contents)
+    is_described = bool(contents.description(_FILE))
+    config = _build_config(arrays, model, vision) if is_described else _infer(arrays, hints)
+    preprocessing = base.timm_preprocessing(
+        preprocess.mean,
+        preprocess.std,
+        interpolation=preprocess.interpolation,
+        keep_aspect=preprocess.resize_mode == 'shortest',
+    )
     return ParsedCheckpoint(
         config,
         Layout(prefix=prefix, zeros=(prefix + _BIAS,)),
-        base.foreign_preprocessing(crop, preprocess.mean, preprocess.std),
+        preprocessing,
         ignored=r'(?!visual\.).*' if prefix else None,  # the text tower
         loss=None if config.num_classes is None else 'contrastive',  # the head is a projection
-        remarks=tuple(remarks),
+        remarks=() if is_described else (f'no {_FILE}: images are prepared as for CLIP',),
     )
 
 

@@ -18,7 +18,6 @@ from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
 from vit_jax.checkpoints.formats.base import Format, ParsedCheckpoint
 from vit_jax.checkpoints.formats.inference import Arrays, NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_CLASS_ROW, SAME, NameRule
-from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import Gelu, Pool, ViTConfig
 from vit_jax.models.config import PositionResize
 
@@ -32,6 +31,9 @@ GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'q
 POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
 # Fields of `ViTConfig` that names and shapes of arrays do not show.
 _OPTIONS = 'gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'
+# Of `pretrained_cfg`, which older files have at the top: its keys, and timm's defaults of others.
+_PRETRAINED = {'tag', 'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}
+_DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 'crop_pct': 0.875}
 # Arguments that change no outputs: dropout, and how parameters are initialized.
 _NO_EFFECT = r'(.*_)?drop(_path)?_rate|weight_init|fix_init|dynamic_img_size'
 _TANH = re.compile(
@@ -97,7 +99,7 @@ class _Arguments(Record):
 
 @dataclasses.dataclass
 class _Description(Record):
-    """config.json and its `pretrained_cfg`, with timm's defaults."""
+    """config.json and its `pretrained_cfg`; if that is absent, images are prepared as usual."""
 
     architecture: str = ''
     tag: str = ''
@@ -107,10 +109,10 @@ class _Description(Record):
     labels: tuple[str, ...] = ()  # an older name of `label_names`
     input_size: tuple[int, int, int] | None = None  # channels, height, width
     interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bicubic'
-    crop_pct: float = 0.875
+    crop_pct: float = 0.9
     crop_mode: Literal['center', 'squash'] = 'center'
-    mean: base.Scaling = base.IMAGENET[0]
-    std: base.Scaling = base.IMAGENET[1]
+    mean: base.Scaling = base.HALF
+    std: base.Scaling = base.HALF
 
     def check(self) -> None:
         require_between(self, 'crop_pct', low=1 / 16, high=1)
@@ -183,8 +185,10 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         stated = open_clip.timm_description(contents) or stated
         ignored += r'|(?!visual\.).*'  # the text tower
     arguments = stated.part('model_args').record(_Arguments, ignored=_NO_EFFECT)
-    merged = JsonObject({**stated.part('pretrained_cfg'), **stated}, stated.where)
-    described, remarks = merged.record(_Description), list[str]()
+    pretrained, remarks = stated.part('pretrained_cfg'), list[str]()
+    merged = JsonObject({**pretrained, **stated}, stated.where)
+    says_preparation = bool(pretrained) or not _PRETRAINED.isdisjoint(stated)
+    described = merged.record(_Description, defaults=_DEFAULTS if says_preparation else {})
     if not stated:
         described, remark = _assume(arrays)
         remarks.append(remark)
@@ -194,17 +198,17 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     # CLIP's projection has no bias: timm gives it a bias of zeros.
     bias = arrays.get('head.bias')
     projects = bias is not None and config.pre_norm and not bias.read().any()
-    resize: Any = f'{described.interpolation}_antialias'
-    crop = CentralCrop(
-        scale=1 / described.crop_pct,
+    preprocessing = base.timm_preprocessing(
+        described.mean,
+        described.std,
+        interpolation=described.interpolation,
         keep_aspect=described.crop_mode == 'center',
-        resize=resize,
-        rounding='timm',
+        crop_pct=described.crop_pct,
     )
     return ParsedCheckpoint(
         config,
         layout,
-        base.foreign_preprocessing(crop, described.mean, described.std),
+        preprocessing,
         described.label_names or described.labels,
         ignored=ignored,
         loss='contrastive' if projects else None,
@@ -215,12 +219,13 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 def _assume(arrays: Arrays) -> tuple[_Description, str]:
     """Returns how images are prepared for a file without config.json, and a remark about that."""
     if 'mask_token' in arrays:
-        return _Description(), 'no config.json: images are prepared as for DINOv2'
+        described = _Description(**_DEFAULTS)
+        return described, 'no config.json: images are prepared as for DINOv2'
     if 'norm_pre.weight' in arrays:
-        described = _Description(mean=base.CLIP[0], std=base.CLIP[1], crop_pct=0.9)
+        described = _Description(mean=base.CLIP[0], std=base.CLIP[1])
         return described, 'no config.json: images are prepared as for CLIP'
     text = 'no config.json: GELU, epsilon, pooling and preparation are those of most ViTs'
-    return _Description(mean=base.HALF, std=base.HALF, crop_pct=0.9), text
+    return _Description(), text
 
 
 def _build_config(
@@ -298,10 +303,6 @@ def _options(
     inferred = 'map' if 'attn_pool.latent' in arrays else 'token'
     if inferred == 'token' and ('cls_token' not in arrays or 'fc_norm.weight' in arrays):
         inferred = 'avg'
-    for field in 'global_pool', 'num_classes':
-        value, argument = getattr(described, field), getattr(arguments, field)
-        wrong = f'config.json: {field}={value}, but model_args.{field}={argument}'
-        require(None in (value, argument) or value == argument, wrong)
     pool: Pool = POOLS[_first(arguments.global_pool, described.global_pool, inferred)]
     pool = 'cls_dist' if pool == 'cls' and 'dist_token' in arrays else pool
     tokens = next((n for n in ('reg_token', 'register_tokens') if n in arrays), None)

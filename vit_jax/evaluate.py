@@ -21,7 +21,7 @@ from vit_jax.cli import app, output
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.evaluation import head
 from vit_jax.evaluation.head import HeadReport
-from vit_jax.experiment import data_record
+from vit_jax.experiment import lineage
 from vit_jax.figures import bitmaps
 from vit_jax.pretrained import Loaded, load
 
@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if arguments.out:
         output.outlive_readers()
-    origin = data_record.find_source_run(arguments.checkpoint)
+    origin = lineage.find_source_run(arguments.checkpoint)
     split = arguments.split or (origin.split_of(arguments.data) if origin else 'test')
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report))

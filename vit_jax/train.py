@@ -7,7 +7,7 @@ from vit_jax.cli import app
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.experiment import reporter, training_run
-from vit_jax.experiment.following import next_command
+from vit_jax.experiment.lineage import next_command
 from vit_jax.experiment.workdirs import METRICS
 
 

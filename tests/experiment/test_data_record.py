@@ -19,7 +19,7 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
-from vit_jax.experiment import data_record
+from vit_jax.experiment import data_record, lineage
 from vit_jax.experiment.data_record import SplitRecord
 from vit_jax.experiment.workdirs import Workdir
 
@@ -298,7 +298,7 @@ def trained(data, folder, *, accept=False, **changes):
 
 
 def counted(folder, data, split):
-    run = data_record.find_source_run(str(folder))
+    run = lineage.find_source_run(str(folder))
     return len(run.find_trained(make_opener(run.held_out)(str(data), split)))
 
 
@@ -337,10 +337,10 @@ def test_what_an_earlier_start_or_run_was_trained_on_stays_known(data, tmp_path)
 
 def test_a_record_that_lacks_sizes_is_a_gap_beside_a_whole_one(data, tmp_path, monkeypatch):
     run = trained(data, tmp_path / 'run')
-    assert not data_record.find_source_run(str(run)).gaps
+    assert not lineage.find_source_run(str(run)).gaps
     splits = data_record.read_record(run / 'data.json.gz')
     (name,) = (name for name in splits if name.startswith(data_record.TRAINED))
     splits = {name: splits[name]._replace(sizes=[10]), f'{name} until step 5': splits[name]}
     monkeypatch.setattr(data_record, 'read_record', lambda _: splits)
-    (gap,) = data_record.find_source_run(str(run)).gaps
+    (gap,) = lineage.find_source_run(str(run)).gaps
     assert 'incomplete' in gap

@@ -1,7 +1,7 @@
-"""Records the images of a run in its work directory, and reads the record of an earlier run.
+"""Records the images of a run in its work directory.
 
 A start compares the record with its data, to notice data that changed or differ by host. The
-program `evaluate` finds in it which images a checkpoint was trained on.
+program `evaluate` finds in it which images a checkpoint was trained on (lineage.py).
 
 The record of a split holds class names, image names, labels and sizes, in order. It is compared at
 each start and between the hosts of a job; the sizes of all files but the first `LOOKS` in the
@@ -15,24 +15,20 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import NamedTuple
 
-from vit_jax.base import Path, UserError, counted, parsing, records, storage
+from vit_jax.base import Path, UserError, counted, storage
 from vit_jax.checkpoints import digests
-from vit_jax.checkpoints.remote import is_remote_name
-from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
-from vit_jax.config import read_config
+from vit_jax.checkpoints.store import FOLDER
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source, relative_names
-from vit_jax.data.sources.opening import HeldOut
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.probing import Probes
-from vit_jax.experiment.workdirs import CONFIG, DATA, Workdir
+from vit_jax.experiment.workdirs import DATA, Workdir
 
 LOOKS = 16_384  # files of a split whose sizes are read before training starts
 TRAINED = 'trained on '  # begins the names of the splits that the model learns from
@@ -192,68 +188,3 @@ def read_record(path: Path) -> Splits:
         return {name: SplitRecord(**split) for name, split in splits.items()}
     except storage.DAMAGED_NPZ:
         return {}
-
-
-class SourceRun(NamedTuple):
-    """The run that wrote a checkpoint: its data, and the images that it was trained on.
-
-    The images that an earlier run was trained on, from which it started, are included.
-    """
-
-    data: str
-    held_out: HeldOut  # of data without splits
-    split: str  # that the run was tested on
-    trained_on: set[tuple[str, int]]  # names of images within the data, and their sizes
-    gaps: list[str]  # why `find_trained` may miss images
-
-    def split_of(self, data: str) -> str:
-        """Returns the split that the run was tested on, or `test` for other data."""
-        return self.split if os.path.realpath(self.data) == os.path.realpath(data) else 'test'
-
-    def find_trained(self, source: Source) -> set[int]:
-        """Returns the indices of the images that this run or an earlier one was trained on.
-
-        An image is recognized by its name within the data, and by its size or checksum.
-        """
-        paths = source.read_names(range(len(source)))
-        own = os.path.join(self.data, '')
-        images = relative_names([path.removeprefix(own) for path in paths], source.data)
-        recorded = {name for name, _ in self.trained_on}
-        named = [index for index, image in enumerate(images) if image in recorded]
-        sizes = zip(named, source.read_sizes(named).tolist(), strict=True)
-        return {i for i, size in sizes if (images[i], size) in self.trained_on}
-
-
-def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
-    """Returns the run that wrote a checkpoint, or None if it is not in a work directory.
-
-    Follows `start_from` back through earlier runs. Skips the work directories in `later`, which
-    were visited already: a run may have been replaced by one that started from it.
-    """
-    try:
-        folder = checkpoint_folder(checkpoint)
-    except UserError:
-        return None
-    workdir = folder.parent.parent
-    path = workdir / CONFIG
-    if folder.parent.name != FOLDER or not path.exists() or workdir in later:
-        return None
-    with parsing(path, 'the configuration of a run'):
-        config = read_config(path)
-        held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
-        own = [one['split'] for one in config['evals'].values() if one['data'] is None]
-        split, start = own[0] if own else config['eval_split'], config['start_from']
-    trained_on, gaps = set[tuple[str, int]](), list[str]()
-    splits = read_record(workdir / DATA).items()
-    learned = [images for name, images in splits if name.startswith(TRAINED)]
-    for images in learned:
-        sizes = zip(images.names, images.sizes, strict=False)
-        trained_on |= {(image, size) for image, size in sizes if size != -1}
-    if not learned or any(len(one.sizes) < max(1, len(one.names)) for one in learned):
-        gaps.append(f'{workdir / DATA}: missing, damaged or incomplete')
-    if start and (earlier := find_source_run(start, later | {workdir})):
-        trained_on |= earlier.trained_on
-        gaps += earlier.gaps
-    elif start and not is_remote_name(start) and not os.path.exists(start):
-        gaps.append(f'{start}, the start_from of {workdir}, is missing')
-    return SourceRun(str(config['data']), held_out, split, trained_on, gaps)

@@ -1,0 +1,110 @@
+"""The runs before and after a run: what a checkpoint was trained on, and the next command."""
+
+import operator
+import os
+import shlex
+from typing import NamedTuple
+
+from vit_jax.base import Path, UserError, parsing, records
+from vit_jax.checkpoints.remote import is_remote_name
+from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
+from vit_jax.config import TrainConfig, read_config
+from vit_jax.data.sources.base import Source, relative_names
+from vit_jax.data.sources.opening import HeldOut
+from vit_jax.experiment.data_record import TRAINED, read_record
+from vit_jax.experiment.workdirs import CONFIG, DATA
+from vit_jax.training.losses import LossConfig
+
+# Fields that select images. Fine-tuning keeps their values, unless they are the defaults.
+_HELD_OUT = 'held_out.fraction', 'held_out.seed'
+_LOADER = 'loader.on_unreadable', 'loader.max_pixels'
+_FIELDS = 'train_split', 'eval_split', 'classes', *_HELD_OUT, *_LOADER
+
+
+def next_command(config: TrainConfig, workdir: str) -> str | None:
+    """Returns the command to continue with; None if no flag can name the data.
+
+    After pre-training it fine-tunes on the same images. After fine-tuning it evaluates, by default
+    on the split that the run evaluated.
+    """
+    if not isinstance(config.data, str):
+        return None
+    values = {'start_from': workdir, 'data': config.data}
+    if config.start_from is not None and config.objective is None:
+        words = ['evaluate', workdir, f'--data={config.data}']
+    else:
+        for name in _FIELDS:
+            value_of = operator.attrgetter(name)
+            if value_of(config) != value_of(TrainConfig(data='')):
+                values[name] = value_of(config)
+        if isinstance(config.loss, LossConfig) and config.loss.kind == 'sigmoid':
+            values['loss.kind'] = 'sigmoid'  # images may have several classes
+        words = ['finetune', '--config=configs/finetune/transfer.py']
+        words += [f'--config.{name}={value}' for name, value in values.items()]
+        words.append(f'--workdir={workdir}-finetune')
+    return shlex.join(['python', '-m', f'vit_jax.{words[0]}', *words[1:]])
+
+
+class SourceRun(NamedTuple):
+    """The run that wrote a checkpoint: its data, and the images that it was trained on.
+
+    The images that an earlier run was trained on, from which it started, are included.
+    """
+
+    data: str
+    held_out: HeldOut  # of data without splits
+    split: str  # that the run was tested on
+    trained_on: set[tuple[str, int]]  # names of images within the data, and their sizes
+    gaps: list[str]  # why `find_trained` may miss images
+
+    def split_of(self, data: str) -> str:
+        """Returns the split that the run was tested on, or `test` for other data."""
+        return self.split if os.path.realpath(self.data) == os.path.realpath(data) else 'test'
+
+    def find_trained(self, source: Source) -> set[int]:
+        """Returns the indices of the images that this run or an earlier one was trained on.
+
+        An image is recognized by its name within the data, and by its size or checksum.
+        """
+        paths = source.read_names(range(len(source)))
+        own = os.path.join(self.data, '')
+        images = relative_names([path.removeprefix(own) for path in paths], source.data)
+        recorded = {name for name, _ in self.trained_on}
+        named = [index for index, image in enumerate(images) if image in recorded]
+        sizes = zip(named, source.read_sizes(named).tolist(), strict=True)
+        return {i for i, size in sizes if (images[i], size) in self.trained_on}
+
+
+def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
+    """Returns the run that wrote a checkpoint, or None if it is not in a work directory.
+
+    Follows `start_from` back through earlier runs. Skips the work directories in `later`, which
+    were visited already: a run may have been replaced by one that started from it.
+    """
+    try:
+        folder = checkpoint_folder(checkpoint)
+    except UserError:
+        return None
+    workdir = folder.parent.parent
+    path = workdir / CONFIG
+    if folder.parent.name != FOLDER or not path.exists() or workdir in later:
+        return None
+    with parsing(path, 'the configuration of a run'):
+        config = read_config(path)
+        held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
+        own = [one['split'] for one in config['evals'].values() if one['data'] is None]
+        split, start = own[0] if own else config['eval_split'], config['start_from']
+    trained_on, gaps = set[tuple[str, int]](), list[str]()
+    splits = read_record(workdir / DATA).items()
+    learned = [images for name, images in splits if name.startswith(TRAINED)]
+    for images in learned:
+        sizes = zip(images.names, images.sizes, strict=False)
+        trained_on |= {(image, size) for image, size in sizes if size != -1}
+    if not learned or any(len(one.sizes) < max(1, len(one.names)) for one in learned):
+        gaps.append(f'{workdir / DATA}: missing, damaged or incomplete')
+    if start and (earlier := find_source_run(start, later | {workdir})):
+        trained_on |= earlier.trained_on
+        gaps += earlier.gaps
+    elif start and not is_remote_name(start) and not os.path.exists(start):
+        gaps.append(f'{start}, the start_from of {workdir}, is missing')
+    return SourceRun(str(config['data']), held_out, split, trained_on, gaps)

@@ -249,11 +249,11 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
 class TwoHosts(Job):
     """Process 0 or 1 of a job in which process 0 has come to each comparison before."""
 
-    facts, count, index = {}, 2, 0
+    facts = {}
 
     def __init__(self, index):
         super().__init__()
-        self.index = index
+        self.count, self.index = 2, index
 
     def require_same(self, name, facts, describe=None):
         if self.index == 0:
@@ -341,6 +341,6 @@ def test_a_record_that_lacks_sizes_is_a_gap_beside_a_whole_one(data, tmp_path, m
     splits = data_record.read_record(run / 'data.json.gz')
     (name,) = (name for name in splits if name.startswith(data_record.TRAINED))
     splits = {name: splits[name]._replace(sizes=[10]), f'{name} until step 5': splits[name]}
-    monkeypatch.setattr(data_record, 'read_record', lambda _: splits)
+    monkeypatch.setattr(lineage, 'read_record', lambda _: splits)
     (gap,) = lineage.find_source_run(str(run)).gaps
     assert 'incomplete' in gap

@@ -6,7 +6,6 @@ import os
 import numpy as np
 import pytest
 
-from tests import networks, tiny
 from vit_jax.base import MissingFile, UnusableDisk, UserError
 from vit_jax.base.storage import atomic_write, close_by, read_json_lines, usable, write_json
 from vit_jax.checkpoints.formats import array_files
@@ -35,7 +34,6 @@ def test_a_folder_or_a_pipe_is_rejected_by_every_reader(tmp_path, make):
     make(path := tmp_path / 'given')
     one = arrays.array_source(np.zeros((1, 8, 8), np.uint8), np.zeros(1, int), ['a'], name='one')
     for read in (
-        lambda: networks.loaded(tiny.model()).prepare(str(path)),
         lambda: tables.table_splits(str(path)),
         lambda: base.relabelled(one, str(path)),
         lambda: array_files.read_array_file(path),

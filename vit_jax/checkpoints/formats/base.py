@@ -63,12 +63,9 @@ class Format(Generic[L]):
     usual_layout: Callable[[Any], L]  # to write a model that was read in another format
     # What a person who reads such a file has to know, because the file does not say it.
     notes: Callable[[Any, Card, L], list[str]] = lambda config, card, layout: []
-    # The JSON object that describes the model, and the name of its file.
-    description: Callable[[Any, Card, L], dict[str, Any]] = lambda config, card, layout: {}
-    described_in: Literal['config.json', 'open_clip_config.json'] = 'config.json'
-    # If the format is a directory: the name of its file of arrays, and its other JSON files.
+    # If the format is a directory: the name of its file of arrays, and its JSON files by name.
     file_name: str | None = None
-    files_beside: Callable[[Any, Card], dict[str, dict[str, Any]]] = lambda config, card: {}
+    descriptions: Callable[[Any, Card, L], dict[str, dict[str, Any]]] = lambda *model: {}
     positions: tuple[str, ...] = ('learned',)  # the kinds that it has; others become an array
     resnets: bool = False  # whether it has plain ResNets; if not, its functions take ViTs only
 

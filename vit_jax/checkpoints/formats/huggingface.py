@@ -443,10 +443,10 @@ HUGGINGFACE = Format[Layout](
     parse=_parse,
     rules=_rules,
     usual_layout=_usual_layout,
-    description=_description,
     positions=('learned', 'rope'),
     file_name='model.safetensors',
-    files_beside=lambda config, card: {
+    descriptions=lambda config, card, layout: {
+        'config.json': _description(config, card, layout),
         'preprocessor_config.json': huggingface_processor.written(config, card.preprocessing),
     },
 )

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from typing import Any, Literal
 
-from vit_jax.base import Record, require, require_between
+from vit_jax.base import Record, require
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
@@ -47,9 +47,6 @@ class _Vision(Record):
     timm_model_name: str = ''
     timm_pool: str = 'avg'
     timm_proj: str = 'linear'
-
-    def check(self) -> None:
-        require_between(self, 'head_width', low=1)
 
 
 @dataclasses.dataclass
@@ -143,7 +140,7 @@ def _build_config(arrays: Arrays, model: _Model, vision: _Vision) -> ViTConfig:
         width=vision.width,
         depth=vision.layers,
         mlp_dim=int(vision.width * vision.mlp_ratio),
-        num_heads=max(1, vision.width // vision.head_width),
+        num_heads=vision.width // vision.head_width,
         gelu='quick' if model.quick_gelu else 'exact',
         layer_norm_epsilon=_EPSILON,
         layer_scale=vision.ls_init_value,
@@ -209,7 +206,6 @@ OPEN_CLIP = Format[Layout](
     rules=_rules,
     usual_layout=lambda config: Layout(prefix='visual.', zeros=(f'visual.{_BIAS}',)),
     notes=lambda config, card, layout: ['only the image tower: OpenCLIP needs a text tower too'],
-    description=_description,
-    described_in='open_clip_config.json',
+    descriptions=lambda *model: {_FILE: _description(*model)},
     file_name='open_clip_model.safetensors',
 )

@@ -156,8 +156,7 @@ def _write_arrays(
     rules = form.rules(config, layout)
     resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=layout.zeros)
     arrays = name_map.to_theirs(resolved, ours)
-    files: dict[str, dict[str, Any]] = form.files_beside(config, card)
-    files = {form.described_in: form.description(config, card, layout), **files}
+    files = form.descriptions(config, card, layout)
     if form.file_name or form.suffix == '.npz':
         notes += _check_comes_back(form, card, layout, arrays, files)
     if form.suffix == '.npz':

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import NamedTuple
 
-from vit_jax.base import Path, UserError, counted, parsing, records, storage
+from vit_jax.base import Path, UserError, counted, records, storage, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.remote import is_remote_name
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
@@ -185,12 +185,12 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
 
 def read_record(path: Path) -> Splits:
     """Reads a record; returns an empty one if it is missing or damaged."""
-    with storage.usable(path):
+    with usable(path):
         data = path.read_bytes() if path.is_file() else b''
     try:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitRecord(**split) for name, split in splits.items()}
-    except storage.DAMAGED_NPZ:
+    except Exception:
         return {}
 
 
@@ -238,7 +238,7 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     path = workdir / CONFIG
     if folder.parent.name != FOLDER or not path.exists() or workdir in later:
         return None
-    with parsing(path, 'the configuration of a run'):
+    with usable(path, 'the configuration of a run'):
         config = read_config(path)
         held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
         own = [one['split'] for one in config['evals'].values() if one['data'] is None]

@@ -6,15 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vit_jax.base import (
-    Path,
-    Record,
-    records,
-    require,
-    require_between,
-    require_regular,
-    write_json,
-)
+from vit_jax.base import Path, Record, records, require, require_between, write_json
 from vit_jax.checkpoints.card import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
 from vit_jax.data.image_preprocessing import Preprocessing
@@ -168,7 +160,6 @@ def read_config(path: Path, **options: Any) -> dict[str, Any]:
       UserError: If another version of vit_jax wrote it.
       OSError, ValueError, RecursionError: If it cannot be read.
     """
-    require_regular(path)
     values = json.loads(path.read_bytes(), **options)
     if not isinstance(values, dict):
         raise ValueError(f'{path}: no JSON object')

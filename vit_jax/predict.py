@@ -13,6 +13,7 @@ import contextlib
 import csv
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,16 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import (
-    Batch,
-    Float,
-    atomic_write,
-    counted,
-    require,
-    require_regular,
-    require_writable,
-    usable,
-)
+from vit_jax.base import Batch, Float, atomic_write, counted, require, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
@@ -97,9 +89,10 @@ def main(arguments: argparse.Namespace) -> int:
 def _check_paths(arguments: argparse.Namespace) -> None:
     """Raises UserError for a path that cannot be used, before anything is read."""
     for path in filter(None, (arguments.output, arguments.features)):
-        exists = pathlib.Path(path).is_file() and not arguments.overwrite
+        exists = os.path.exists(path) and not arguments.overwrite
         require(not exists, f'{path}: exists already; --overwrite replaces it')
-        require_writable(pathlib.Path(path))
+        can_write = os.access(pathlib.Path(path).absolute().parent, os.W_OK)
+        require(can_write, f'{path}: expected a file in an existing folder that can be written')
 
 
 def _compute_outputs(
@@ -162,7 +155,6 @@ def _read_class_names(loaded: Loaded, path: str | None) -> list[str]:
     if path is None:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
     with usable(path):
-        require_regular(path)
         names = pathlib.Path(path).read_text('utf-8-sig').rstrip().splitlines()
     require(len(names) == count, f'--class_names={path}: {len(names)} lines for {count} classes')
     return names

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from vit_jax.base import UserError, atomic_write, records, require_writable, usable
+from vit_jax.base import UserError, atomic_write, records, usable
 from vit_jax.cli import app
 from vit_jax.experiment import reporter
 from vit_jax.figures import page
@@ -50,7 +50,6 @@ def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
     path, runs = pathlib.Path(arguments.out), history.read_all(arguments.workdirs)
-    require_writable(path)
     sections = [_results(runs), *_curves(runs), _skipped(runs), _time(runs)]
     if len(runs) > 1:
         sections.append(_differences(runs))

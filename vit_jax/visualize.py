@@ -19,16 +19,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from vit_jax.base import (
-    UserError,
-    atomic_write,
-    counted,
-    make_folder,
-    records,
-    require,
-    require_writable,
-    usable,
-)
+from vit_jax.base import UserError, atomic_write, counted, make_folder, records, require, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.checkpoints.remote import as_path, shown
 from vit_jax.cli import app, output
@@ -51,7 +42,6 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
     chosen, folder = select_figures(arguments.figures), pathlib.Path(arguments.out)
     make_folder(folder)
-    require_writable(folder / PAGE)
     with output.progress() as bar:
         networks, images, lines, problems = _open(arguments, bar)
         if any(figure.needs_images for figure in chosen.values()):

@@ -6,7 +6,6 @@ of both into errors for the user.
 """
 
 import contextlib
-import difflib
 import errno
 import importlib.util
 import json
@@ -16,8 +15,6 @@ import pathlib
 import re
 import tempfile
 import uuid
-import zipfile
-import zlib
 from collections.abc import Iterator
 from typing import IO, Any, TypeAlias
 
@@ -27,9 +24,6 @@ from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, one_line, 
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
-# What numpy and zipfile raise for an npz that is damaged, wherever it is.
-DAMAGED_NPZ: tuple[type[Exception], ...] = (OSError, EOFError, ValueError, KeyError, RuntimeError)
-DAMAGED_NPZ += zipfile.BadZipFile, zlib.error
 # Orbax and tensorstore misread patterns, a backslash, bytes that are no text, `x:/` and /gs/.
 _MISREAD = re.compile(r'[][*?\\\ud800-\udfff]|:(/|$)|^/(gs|s3)(/|$)')
 # What orbax and fsspec do not take for a pattern or a query in the path of an object.
@@ -105,36 +99,11 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
         raise UserError(f'{name}: cannot be read ({why}){ending}') from error
 
 
-@contextlib.contextmanager
-def parsing(path: object, expected: str) -> Iterator[None]:
-    """Around the parsing of a file that the user named; any error becomes a UserError."""
-    require_regular(str(path))
-    with usable(path, expected):
-        yield
-
-
-def require_regular(path: str | os.PathLike[str]) -> None:
-    """Raises UserError if a path is a folder, a pipe or a device: reading it may never end.
-
-    A missing path passes; opening it reports the error.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UserError(f'{path}: expected a file, not a folder, a pipe or a device')
-
-
 def require_kept(file: Path) -> None:
     """Raises MissingFile if a file of a run on a disk, or its directory, was removed."""
     if not is_remote(file) and not file.exists():
         gone = f'workdir {file.parent}: {file.name} is gone: it, or the directory, was removed or'
         raise MissingFile(f'{gone} renamed while the run went on; put it back, or begin again')
-
-
-def close_by(path: str | pathlib.Path) -> str:
-    """Ends an error message about a missing path with the similar name next to it, or ''."""
-    missing = pathlib.Path(path)
-    names = [other.name for other in missing.parent.glob('*')]
-    close = difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75)
-    return f'; did you mean {str(missing.with_name(close[0]))!r}?' if close else ''
 
 
 @contextlib.contextmanager
@@ -150,7 +119,8 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
             with usable(path):
                 path.write_bytes(partial.read_bytes())
         return
-    require_regular(path)
+    if os.path.exists(path) and not os.path.isfile(path):  # as root, a device would be replaced
+        raise UserError(f'{path}: expected a file, not a folder, a pipe or a device')
     partial = path.with_name(path.name + _PARTIAL)
     with usable(path):
         partial.touch()
@@ -160,15 +130,6 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
         sync(partial)
         partial.replace(path)
         sync(path.parent)
-
-
-def require_writable(path: Path) -> None:
-    """Raises what `atomic_write` would, before there is anything to write; leaves no file."""
-    require_regular(path)
-    partial = path.with_name(path.name + _PARTIAL)
-    with usable(path):
-        partial.touch()
-        partial.unlink()
 
 
 def sync(path: Path) -> None:
@@ -219,7 +180,6 @@ def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
     written half of it.
     """
     with usable(path):
-        require_regular(path)
         texts = path.read_bytes().splitlines() if path.exists() else []
     lines = []
     for number, text in enumerate(texts, 1):

@@ -12,7 +12,7 @@ import csv
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import MissingFile, parsing, records, require
+from vit_jax.base import MissingFile, records, require, usable
 
 AUGREG_FOLDER = 'gs://vit_models/augreg'
 
@@ -133,7 +133,7 @@ class Row(NamedTuple):
 
 def read_index(path: str) -> list[Row]:
     """Reads the index of AugReg, a CSV file."""
-    with parsing(path, 'the index of AugReg, a CSV file'), open(path, newline='') as file:
+    with usable(path, 'the index of AugReg, a CSV file'), open(path, newline='') as file:
         return [_row(values) for values in csv.DictReader(file)]
 
 

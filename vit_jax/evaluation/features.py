@@ -20,9 +20,9 @@ from vit_jax.base import (
     Params,
     UserError,
     make_folder,
-    parsing,
     records,
     tree_names,
+    usable,
 )
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
@@ -84,7 +84,7 @@ def cached(features_of: FeaturesOf, folder: pathlib.Path, model_digest: str) -> 
         path = folder / f'{_digest(model_digest, options_text, _digest_images(reader))}.npz'
         if path.exists():
             expected = 'features that this program wrote; remove the file'
-            with parsing(path, expected), np.load(path, allow_pickle=False) as file:
+            with usable(path, expected), np.load(path, allow_pickle=False) as file:
                 return file['features'][indices]
         features = features_of(reader, np.arange(len(reader.source)))
         write_npz(path, {'features': features})

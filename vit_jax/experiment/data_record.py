@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import NamedTuple
 
-from vit_jax.base import Path, UserError, counted, storage
+from vit_jax.base import Path, UserError, counted, storage, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.data.loading import ImageReader
@@ -181,10 +181,10 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
 
 def read_record(path: Path) -> Splits:
     """Reads a record; returns an empty one if it is missing or damaged."""
-    with storage.usable(path):
+    with usable(path):
         data = path.read_bytes() if path.is_file() else b''
     try:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitRecord(**split) for name, split in splits.items()}
-    except storage.DAMAGED_NPZ:
+    except (OSError, EOFError, ValueError, TypeError, AttributeError):  # damaged
         return {}

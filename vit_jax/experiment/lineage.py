@@ -5,7 +5,7 @@ import os
 import shlex
 from typing import NamedTuple
 
-from vit_jax.base import Path, UserError, parsing, records
+from vit_jax.base import Path, UserError, records, usable
 from vit_jax.checkpoints.remote import is_remote_name
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
 from vit_jax.config import TrainConfig, read_config
@@ -89,7 +89,7 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     path = workdir / CONFIG
     if folder.parent.name != FOLDER or not path.exists() or workdir in later:
         return None
-    with parsing(path, 'the configuration of a run'):
+    with usable(path, 'the configuration of a run'):
         config = read_config(path)
         held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
         own = [one['split'] for one in config['evals'].values() if one['data'] is None]

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vit_jax.base import Path, counted, read_json_lines, records, storage, usable
+from vit_jax.base import Path, counted, records, storage, usable
 from vit_jax.base.held_objects import GrowingObject
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import Experiment
@@ -82,7 +82,7 @@ class Reporter:
         first, rewritten = self._steps.start, [*experiment.evals, 'fewshot']
         lines = [
             line
-            for line in read_json_lines(folder / METRICS, kind=str, step=int)
+            for line in storage.read_json_lines(folder / METRICS, kind=str, step=int)
             if line['step'] < first or (line['step'] == first and line['kind'] not in rewritten)
         ]
         events = read_ledger(folder / LEDGER)
@@ -192,7 +192,9 @@ def _as_json(value: Any) -> Any:
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
     """Returns the events of a run, oldest first; [] if there is no file."""
-    return read_json_lines(path, run=int, event=str, step=int | None, time=float, seconds=dict)
+    return storage.read_json_lines(
+        path, run=int, event=str, step=int | None, time=float, seconds=dict
+    )
 
 
 def total_seconds(events: list[dict[str, Any]]) -> dict[str, float]:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
-from vit_jax.base import Path, UserError, parsing, storage, sync, usable
+from vit_jax.base import Path, UserError, storage, sync, usable
 from vit_jax.base.storage import locked as lock_file
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
@@ -75,7 +75,7 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
     """
     if not digests.steps(folder / FOLDER):
         return None
-    with parsing(folder / CONFIG, 'the configuration of the run that has checkpoints here'):
+    with usable(folder / CONFIG, 'the configuration of the run that has checkpoints here'):
         return read_config(folder / CONFIG)
 
 
@@ -84,7 +84,7 @@ def recorded_dtype(path: str) -> str:
     folder = storage.folder(path)
     if (recorded := _read_config(folder)) is None:
         return 'auto'
-    with parsing(folder / CONFIG, 'the configuration of a run'):
+    with usable(folder / CONFIG, 'the configuration of a run'):
         return str(recorded['compute']['dtype'])
 
 

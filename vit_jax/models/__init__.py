@@ -1,16 +1,9 @@
 """What a model computes. The only folder that imports flax."""
 
-from vit_jax.models.compute import Compute, Regularization, Remat
+from vit_jax.models.compute import Compute, Regularization, Remat, with_exact_products
 from vit_jax.models.config import Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
 from vit_jax.models.masked_patches import Corruption
-from vit_jax.models.model import (
-    Model,
-    abstract_params,
-    build,
-    multiply_adds,
-    parameter_count,
-    with_exact_products,
-)
+from vit_jax.models.model import Model, abstract_params, build, multiply_adds, parameter_count
 from vit_jax.models.variants import SIZES, variant
 
 __all__ = ['Corruption', 'Model', 'ModelConfig', 'SIZES', 'build', 'variant']

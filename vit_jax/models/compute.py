@@ -72,6 +72,9 @@ class Compute(Record):
 PORTABLE = Compute(
     dtype='float32', remat='none', unroll=1, attention='xla', layout='batched', last_block='whole'
 )
+# Computes a function's matrix products in full float32 precision. By default GPUs use TF32, and
+# TPUs bfloat16.
+with_exact_products = jax.default_matmul_precision('highest')
 
 
 def has_fast_bfloat16(device: Any) -> bool:
@@ -185,8 +188,7 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """
     size, tokens, width = jnp.dtype(compute.dtype).itemsize, model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
-    keeps_weights = compute.attention == 'xla'
-    weights = model.num_heads * tokens**2 * (8 + size) if keeps_weights else 0
+    weights = model.num_heads * tokens**2 * (8 + size) if compute.attention == 'xla' else 0
     vectors = 8 * width + 2 * hidden
     if compute.layout == 'batched':
         vectors = 17 * width + 5 * hidden

@@ -117,8 +117,9 @@ def make_module(config: ModelConfig, regularization: Regularization, compute: Co
 
 def position_tables(config: ViTConfig) -> dict[str, tuple[bool, bool]]:
     """Maps the parameter of each learned table to booleans: does it span the rows, the columns?"""
+    learned = positions.LEARNED.get(config.positions, {})
     place = 'encoder/block/' if config.positions_at == 'every_layer' else ''
-    return {place + name: axes for name, axes in positions.learned_tables(config.positions).items()}
+    return {place + name: axes for name, axes in learned.items()}
 
 
 def position_array(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m d']:
@@ -197,8 +198,3 @@ def _count_convolution(equation: Any) -> int:
         read = starts + np.arange(kernel[axis])
         total *= int(np.sum((read >= 0) & (read < image[1 + axis])))
     return total
-
-
-# Computes a function's matrix products in full float32 precision. By default GPUs use TF32, and
-# TPUs bfloat16.
-with_exact_products = jax.default_matmul_precision('highest')

@@ -28,9 +28,8 @@ def keep_split(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
 
 def is_known() -> bool:
     """Is it known which part of the activations each device has? A single device has them all."""
-    return _mesh() is not None or (
-        jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
-    )
+    is_alone = jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
+    return is_alone or _mesh() is not None
 
 
 def on_each_device(

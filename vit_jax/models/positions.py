@@ -27,7 +27,7 @@ PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', '
 MULTIPLES: dict[PositionKind, int] = {'learned': 1, 'learned2d': 2, 'sincos2d': 4}
 RELATIVE: tuple[PositionKind, ...] = ('relative',)  # kinds that change the logits of attention
 # The learned parameters of each kind. Does it span the rows of the grid, and its columns?
-_LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
+LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
     'learned': {'pos_embedding': (True, True)},
     'learned2d': {'pos_embedding_x': (False, True), 'pos_embedding_y': (True, False)},
 }
@@ -111,8 +111,3 @@ def rotate(heads: Sequence[Heads], grid: Grid, *, prefix: int) -> list[Heads]:
         return (x * cos[at] + jnp.concatenate([-second, first], axis=-1) * sin[at]).astype(x.dtype)
 
     return [rotate_one(x) for x in heads]
-
-
-def learned_tables(kind: PositionKind) -> dict[str, tuple[bool, bool]]:
-    """Maps the name of each learned table to two booleans: does it span the rows, the columns?"""
-    return _LEARNED.get(kind, {})

@@ -34,11 +34,6 @@ def tap(module: nn.Module, name: str, value: Callable[[], Any]) -> None:
             module.sow(COLLECTION, f'/{full_name}', reduction(value()))  # no submodule's name
 
 
-def needs_everything(module: nn.Module) -> bool:
-    """Returns whether parameters are made or taps captured: nothing may be left out then."""
-    return module.is_initializing() or module.is_mutable_collection(COLLECTION)
-
-
 def seen(module: nn.Module, name: str, x: Array) -> Array:
     """Returns the array, and offers it as a tap."""
     tap(module, name, lambda: x)

@@ -19,7 +19,7 @@ from vit_jax.models.config import Gelu, ModelConfig, PositionsAt, ViTConfig
 from vit_jax.models.masked_patches import Corruption, MaskedPatches
 from vit_jax.models.positions import Table
 from vit_jax.models.resnet import ResNet
-from vit_jax.models.taps import needs_everything, seen, tap
+from vit_jax.models.taps import COLLECTION, seen, tap
 
 Images = Float[Array, 'b h w c']
 Tokens = Float[Array, 'b n d']
@@ -253,7 +253,9 @@ class Encoder(ViTModule):
         own = PerBlock(jnp.linspace(0, self.regularization.stochastic_depth, config.depth), None)
         if without := config.blocks_without_skips:
             own = own._replace(has_skips=~jnp.isin(jnp.arange(config.depth), jnp.array(without)))
-        if self.compute.last_block == 'whole' or needs_everything(self):
+        # Where parameters are made or taps captured, nothing may be left out.
+        is_whole = self.is_initializing() or self.is_mutable_collection(COLLECTION)
+        if is_whole or self.compute.last_block == 'whole':
             x = self._all_tokens(x, own, shared)
         else:
             x = self._first_tokens(x, own, shared)
@@ -349,10 +351,9 @@ def make_head(config: ModelConfig) -> nn.Module | None:
         return DistilledHead(make_head(one), make_head(one))
     if callable(config.head):
         return config.head(config.num_classes)
-    match config.head:
-        case 'linear':
-            zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
-            return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
+    if config.head == 'linear':
+        zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
+        return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
     raise UserError(f'model.head={config.head!r}: expected linear, or a function of num_classes')
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import Path, UserError, parsing, read_json_lines, require, storage
+from vit_jax.base import Path, UserError, require, storage, usable
 from vit_jax.config import read_config
 from vit_jax.experiment import reporter, workdirs
 
@@ -43,10 +43,10 @@ def read(folder: Path, name: str) -> History:
     metrics, config = folder / workdirs.METRICS, folder / workdirs.CONFIG
     if not metrics.exists() and not config.exists():
         raise UserError(f'{folder}: no {metrics.name}; expected the work directory of a training')
-    lines = read_json_lines(metrics, kind=str, step=int)
+    lines = storage.read_json_lines(metrics, kind=str, step=int)
     values: dict[str, Any] = {}
     if config.exists():
-        with parsing(config, 'the configuration of a run'):
+        with usable(config, 'the configuration of a run'):
             values = read_config(config)
     ledger = reporter.read_ledger(folder / workdirs.LEDGER)
     seconds, event = reporter.total_seconds(ledger), ledger[-1]['event'] if ledger else ''

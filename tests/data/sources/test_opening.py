@@ -102,7 +102,6 @@ def other_classes(split):
         ('/no/where', 'train', '/no/where'),
         ('/no/where.npz', 'train', 'where.npz'),
         (__file__, 'train', 'test_opening.py'),
-        ('tests/fixture', 'train', 'tests/fixtures'),
     ],
 )
 def test_data_and_splits_that_do_not_exist_are_named(data, split, name):

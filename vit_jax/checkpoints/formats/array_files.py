@@ -19,16 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import ml_dtypes  # comes with jax
 import numpy as np
 
-from vit_jax.base import (
-    MissingFile,
-    Record,
-    UserError,
-    atomic_write,
-    close_by,
-    records,
-    require,
-    require_regular,
-)
+from vit_jax.base import MissingFile, Record, UserError, atomic_write, records, require
 
 R = TypeVar('R', bound=Record)
 # Endings of files of weights.
@@ -117,7 +108,6 @@ def read_array_file(path: pathlib.Path) -> FileContents:
 
     Raises UserError, in one sentence that begins with the path, for any other file.
     """
-    require_regular(path)
     with error_prefix(path):
         with path.open('rb') as file:
             start = file.read(16)
@@ -179,7 +169,7 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         hint = ' or folder; a remote name begins with hf:, augreg:, vit:, https:// or gs://'
-        hint = close_by(path) or ('' if pathlib.Path(path).suffix else hint)
+        hint = '' if pathlib.Path(path).suffix else hint
         raise MissingFile(f'{path}: no such file{hint}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds
         lines = str(error).strip().splitlines() or [type(error).__name__]

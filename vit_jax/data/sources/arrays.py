@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import UserError, parsing, require
+from vit_jax.base import UserError, require, usable
 from vit_jax.data.sources.base import Source, Splits, labelled_source
 
 _MOST_CLASSES = 100_000  # of labels without names; more than any published set has
@@ -95,7 +95,7 @@ def npz_splits(path: str) -> Splits:
 def _open(path: str) -> Iterator[Any]:
     require(zipfile.is_zipfile(path), f'{path}: not a whole .npz file, which is a zip archive')
     expected = 'an .npz file of arrays without Python objects'
-    with parsing(path, expected), np.load(path, allow_pickle=False) as file:
+    with usable(path, expected), np.load(path, allow_pickle=False) as file:
         yield file
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import Int, UserError, counted, parsing, require
+from vit_jax.base import Int, UserError, counted, require, usable
 from vit_jax.data import imagenet_classes
 
 Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
@@ -272,7 +272,7 @@ def relabelled(source: Source, path: str) -> Source:
       UserError: If an image has no entry, several images have the same, or an entry is no list of
         class numbers.
     """
-    with parsing(path, 'a JSON file of labels'):
+    with usable(path, 'a JSON file of labels'):
         entries = json.loads(pathlib.Path(path).read_bytes())
     names = [_as_path(name) for name in source.read_names(range(len(source)))]
     if isinstance(entries, list):

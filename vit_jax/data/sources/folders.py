@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from vit_jax.base import MissingFile, UserError, close_by, counted, refuse, require
+from vit_jax.base import MissingFile, UserError, counted, refuse, require
 from vit_jax.data.image_decoding import formats_by_ending
 from vit_jax.data.sources.base import (
     Source,
@@ -94,7 +94,7 @@ def unlabelled(paths: Sequence[str]) -> Source:
     images: list[str] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
-            raise MissingFile(f'{path}: no such image or folder{close_by(path)}')
+            raise MissingFile(f'{path}: no such image or folder')
         images += image_files(path) if path.is_dir() else [str(path)]
     return labelled_source(images, [0] * len(images), ())
 

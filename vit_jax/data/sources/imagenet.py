@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import UserError, parsing, usable
+from vit_jax.base import UserError, usable
 from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
@@ -70,7 +70,7 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
 
 def _open_train_tar(path: pathlib.Path) -> Source:
     """A tar file of tar files, one for each class: `n01440764.tar`."""
-    with parsing(path, _WHOLE), path.open('rb') as file:
+    with usable(path, _WHOLE), path.open('rb') as file:
         classes = sorted(_members(file))
         images = [sorted(_members(file, inner.offset)) for inner in classes]
     labels = [label for label, of_class in enumerate(images) for _ in of_class]
@@ -79,7 +79,7 @@ def _open_train_tar(path: pathlib.Path) -> Source:
 
 
 def _open_val_tar(path: pathlib.Path) -> Source:
-    with parsing(path, _WHOLE), path.open('rb') as file:
+    with usable(path, _WHOLE), path.open('rb') as file:
         members = sorted(_members(file))
     labels, class_names = _val_labels([member.name for member in members], path.parent)
     return _tar_source(path, members, labels, class_names)
@@ -127,7 +127,7 @@ def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, l
 
 def _read_solution(path: pathlib.Path) -> dict[str, str]:
     """Kaggle's: `ILSVRC2012_val_00048981,n03995372 85 1 499 272`."""
-    with parsing(path, 'columns ImageId and PredictionString'), path.open(newline='') as file:
+    with usable(path, 'columns ImageId and PredictionString'), path.open(newline='') as file:
         rows = csv.DictReader(file)
         return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
 

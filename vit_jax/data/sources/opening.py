@@ -12,7 +12,7 @@ import numpy as np
 from vit_jax.base import records, require, storage
 from vit_jax.base.array_types import Bool
 from vit_jax.base.errors import MissingFile, UserError, counted, refuse
-from vit_jax.base.storage import close_by, usable
+from vit_jax.base.storage import usable
 from vit_jax.data.sources import arrays, folders, imagenet, tables, tfds, vtab
 from vit_jax.data.sources.base import (
     DataFunction,
@@ -141,7 +141,7 @@ def open_splits(
         return vtab.task_splits(data.removeprefix('vtab:'))
     if not os.path.exists(data):
         kind = 'file' if data.endswith(('.npz', '.csv', '.jsonl')) else 'folder'
-        raise MissingFile(f'data={data!r}: no such {kind}{close_by(data) or _EXPECTED}')
+        raise MissingFile(f'data={data!r}: no such {kind}{_EXPECTED}')
     if data.endswith('.npz'):
         return arrays.npz_splits(data)
     if data.endswith(('.csv', '.jsonl')):

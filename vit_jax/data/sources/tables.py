@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import UserError, parsing, refuse, require
+from vit_jax.base import UserError, refuse, require, usable
 from vit_jax.data.sources.base import (
     Source,
     Splits,
@@ -43,7 +43,7 @@ def table_splits(path: str) -> Splits:
     Raises UserError with all lines that are wrong.
     """
     file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
-    with parsing(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
+    with usable(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
         text = file.read_text('utf-8-sig')
     for line, values in _read_csv(text) if file.suffix == '.csv' else _read_jsonl(text):
         try:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
-from vit_jax.base import Int, UserError, parsing, records
+from vit_jax.base import Int, UserError, records, usable
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, multi_hot
 
 INFO = 'dataset_info.json'
@@ -79,7 +79,7 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
     Raises UserError for unknown file formats and columns.
     """
     library = _library()
-    with parsing(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
+    with usable(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
         builder = library.builder_from_directory(root)
         info, file_format = builder.info, builder.info.file_format.value
     if file_format not in ('array_record', 'tfrecord'):
@@ -89,7 +89,7 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
 
     def open_split(split: str) -> Source:
         if file_format == 'array_record':
-            with parsing(f'{root}: {split}', 'whole ArrayRecord files'):
+            with usable(f'{root}: {split}', 'whole ArrayRecord files'):
                 stored = builder.as_data_source(split, decoders=decoders)
                 shards = info.splits[split]
                 sizes = np.repeat([*map(_checksum_end, shards.filepaths)], shards.shard_lengths)

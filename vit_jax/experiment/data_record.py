@@ -186,5 +186,5 @@ def read_record(path: Path) -> Splits:
     try:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitRecord(**split) for name, split in splits.items()}
-    except (OSError, EOFError, ValueError, TypeError, AttributeError):  # damaged
+    except Exception:  # of damage gzip, zlib and json raise many kinds
         return {}

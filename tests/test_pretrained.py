@@ -351,7 +351,7 @@ def test_predict_names_what_it_cannot_read(tmp_path, capsys):
     (tmp_path / 'names.txt').write_text('a\nb')
     with pytest.raises(UserError, match='names.txt'):
         run(predict, path, folder, *words)
-    with pytest.raises(FileNotFoundError, match='0.png'):
+    with pytest.raises(FileNotFoundError, match='0.pgn'):
         run(predict, path, f'{folder}/0.pgn')
 
 

@@ -6,7 +6,7 @@ from vit_jax.base import Float, Params, require
 from vit_jax.models import ViTConfig
 from vit_jax.models.config import PositionResize
 from vit_jax.models.model import position_tables
-from vit_jax.models.positions import RELATIVE
+from vit_jax.models.positions import OF_ONE_GRID
 
 Grid = tuple[int, int]  # (rows, columns)
 
@@ -20,7 +20,7 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
         return {}
     (rows, columns), (new_rows, new_columns) = old.grid, new.grid
     text = f'{old.positions} positions of a grid {old.grid} cannot be resized to {new.grid}'
-    require(old.positions not in RELATIVE, text)
+    require(old.positions not in OF_ONE_GRID, text)
     resized = {}
     for name, (has_rows, has_columns) in position_tables(old).items():
         resized[name] = resize_table(

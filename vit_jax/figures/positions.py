@@ -13,7 +13,7 @@ from vit_jax.base import UserError
 from vit_jax.figures import style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
 from vit_jax.models.model import position_array
-from vit_jax.models.positions import MULTIPLES
+from vit_jax.models.positions import LEARNED, MULTIPLES
 
 _MOST_TILES = 14  # along a side
 
@@ -23,7 +23,7 @@ def compute(images: Images, network: Network) -> Numbers:
     config = network.vit
     if config.positions not in MULTIPLES:
         raise UserError('the network has no position embeddings')
-    if config.positions_at == 'every_layer' and config.positions != 'sincos2d':
+    if config.positions_at == 'every_layer' and config.positions in LEARNED:
         raise UserError('each layer has its own position embeddings')
     table = position_array(config, network.loaded.params)
     prefix = config.positioned_prefix

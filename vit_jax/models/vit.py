@@ -17,12 +17,11 @@ from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, rematerialized
 from vit_jax.models.config import Gelu, ModelConfig, PositionsAt, ViTConfig
 from vit_jax.models.masked_patches import Corruption, MaskedPatches
-from vit_jax.models.positions import Table
+from vit_jax.models.positions import Table, Tokens
 from vit_jax.models.resnet import ResNet
 from vit_jax.models.taps import COLLECTION, seen, tap
 
 Images = Float[Array, 'b h w c']
-Tokens = Float[Array, 'b n d']
 FirstTokens = Float[Array, 'b r d']
 Output = Literal['logits', 'features', 'patches']
 _GELUS: dict[Gelu, Callable[[Array], Array]] = {

@@ -11,6 +11,7 @@ from tests.networks import loaded
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats import array_files, timm
 from vit_jax.checkpoints.formats.array_files import FileContents
+from vit_jax.checkpoints.formats.opening import OWN_PREFIXES
 from vit_jax.checkpoints.formats.wrappers import unwrap
 
 NAMES = 'cls_token', 'patch_embed.proj.weight', 'blocks.0.mlp.fc1.bias', 'norm.weight', 'head.bias'
@@ -45,7 +46,7 @@ FILES = {
 
 
 def model_of(arrays, key=''):
-    return unwrap(FileContents(arrays, key=key))
+    return unwrap(FileContents(arrays, key=key), OWN_PREFIXES)
 
 
 @pytest.mark.parametrize('file', FILES)
@@ -76,6 +77,13 @@ def test_another_copy_is_chosen_by_its_key_or_its_prefix(file, key):
 def test_a_choice_that_is_open_is_asked_for(arrays, key, name):
     with pytest.raises(UserError, match=name):
         model_of(arrays, key)
+
+
+@pytest.mark.parametrize('prefix', OWN_PREFIXES)
+def test_a_prefix_of_a_library_is_no_wrapper_so_that_the_head_stays(prefix):
+    names = f'{prefix}embeddings.patch_embeddings.projection.weight', 'classifier.weight'
+    assert [*model_of(under('', 1, names), '').arrays] == [*names]
+    assert [*model_of(under('module.', 1, names), '').arrays] == [*names]
 
 
 def test_files_of_pytorch_are_read_under_any_name(tmp_path):

@@ -144,6 +144,7 @@ _FAMILIES = {  # by model_type
         names=_CLIP.names | {'head': 'classifier'},
     ),
 }
+PREFIXES = {family.prefix for family in _FAMILIES.values()} - {''}
 _TOWERS = {'clip': 'clip_vision_model', 'siglip': 'siglip_vision_model'}  # of two towers
 
 

@@ -23,7 +23,7 @@ from vit_jax.checkpoints.formats import array_files, google, inference, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
 from vit_jax.checkpoints.formats.base import Format, Layout, ParsedCheckpoint
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
-from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE
+from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE, PREFIXES
 from vit_jax.checkpoints.formats.open_clip import OPEN_CLIP
 from vit_jax.checkpoints.formats.timm import TIMM
 from vit_jax.checkpoints.formats.wrappers import unwrap
@@ -32,6 +32,8 @@ from vit_jax.models import abstract_params
 
 # The first that matches a file's names parses it; bigvision takes what is not as google writes it.
 FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE, OPEN_CLIP
+# In front of the names of a model's body.
+OWN_PREFIXES = 'visual.', 'visual.trunk.', *sorted(PREFIXES)
 OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
 # In the metadata of a safetensors file of ours, as JSON: the card, and the layout of the arrays.
@@ -137,7 +139,7 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
 def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) -> Checkpoint:
     """Returns the checkpoint of a foreign file; a file of ours has a card, which counts."""
     own = CARD in contents.metadata and not contents.key
-    contents = contents if own else unwrap(contents)
+    contents = contents if own else unwrap(contents, OWN_PREFIXES)
     arrays = contents.arrays
     form = next((form for form in FORMATS if form.matches(arrays)), None)
     if form is None:

@@ -5,15 +5,14 @@ timm.models.load_checkpoint; `FILE:KEY` chooses another copy by a part of its pr
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from vit_jax.base import require
 from vit_jax.checkpoints.formats.array_files import FileContents, LazyArray
 
-# An array that every model has, behind prefixes of its own library, which belong to its names.
-_PATCHES = re.compile(
-    r'((?:.*?\.)??)'
-    r'(?:(?:vit|deit|ijepa|dinov2(?:_with_registers)?|vision_model|visual(?:\.trunk)?)\.)?'
+# An array that every model has, behind a prefix of its own library, which belongs to its names.
+_PATCHES = (
+    r'((?:.*?\.)??)(?:%s)?'
     r'(?:patch_embed\.proj|ln_pre|embeddings\.patch_embeddings?(?:\.projection)?)\.weight'
 )
 _AVERAGED = re.compile(r'.*(?<![a-z])(ema|teacher|target)(?![a-z]).*')
@@ -21,14 +20,21 @@ _AVERAGED = re.compile(r'.*(?<![a-z])(ema|teacher|target)(?![a-z]).*')
 _TRAINING_ONLY = re.compile(r'decoder(_\w+)?(\..*)?|head\.(\d+|mlp|last_layer)\..*')
 
 
-def unwrap(contents: FileContents) -> FileContents:
+def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
     """Takes one model out of all arrays of a file: the one that the key names, or the averaged one.
 
-    Raises UserError if there is no such model, or if several are left. Names of other systems,
-    which are no names of modules, stay as they are.
+    Names without modules stay as they are.
+
+    Args:
+      contents: The file.
+      own: Prefixes that the formats have in front of the body of a model; its head has none.
+
+    Raises:
+      UserError: If there is no such model, or if several are left.
     """
+    patches = re.compile(_PATCHES % '|'.join(map(re.escape, own)))
     short = {name: name.replace('_orig_mod.', '') for name in contents.arrays}  # of torch.compile
-    matches = (_PATCHES.fullmatch(name) for name in short.values())
+    matches = (patches.fullmatch(name) for name in short.values())
     prefixes = sorted({match[1] for match in matches if match})
     if not prefixes:
         return contents

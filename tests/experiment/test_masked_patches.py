@@ -113,7 +113,7 @@ def test_it_is_fine_tuned_and_probed_like_any_other(trained, tmp_path, capsys):
 @pytest.mark.full
 def test_its_checkpoint_is_used_as_one_without_a_head(trained, tmp_path):
     loaded = vit_jax.load(str(trained.folder))
-    assert '512 outputs for each patch, no head' in str(loaded)
+    assert 'patch_outputs=512, no head' in str(loaded)
     images = tiny.images()
     with pytest.raises(ValueError, match='has no head'):
         loaded.logits(images)

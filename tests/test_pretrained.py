@@ -248,14 +248,10 @@ def test_probabilities_follow_the_loss_of_the_training(tmp_path):
     assert other_head.card.loss is None and not other_head.predicts
 
 
-@pytest.mark.parametrize(
-    'wrong, meant', [('net/brids.npz', 'net/birds.npz'), ('nets/x.npz', 'net'), ('x', 'x')]
-)
-def test_a_missing_path_is_named_with_a_similar_one(wrong, meant, tmp_path):
-    (tmp_path / 'net').mkdir()
-    (tmp_path / 'net' / 'birds.npz').write_text('')
-    with pytest.raises(FileNotFoundError, match=f'{tmp_path}/{meant}'):
-        vit_jax.load(tmp_path / wrong)
+@pytest.mark.parametrize('path', ['x', 'nets/x.npz'])
+def test_a_missing_path_is_named(path, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f'{tmp_path}/{path}'):
+        vit_jax.load(tmp_path / path)
 
 
 def test_a_hint_that_contradicts_the_file_is_rejected(tmp_path):

@@ -18,7 +18,6 @@ from vit_jax.base import held_objects
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.cli import app
 from vit_jax.data import loading
-from vit_jax.data.sources import arrays
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.evaluator import Evaluator
 from vit_jax.experiment import fingerprint, training_run
@@ -198,16 +197,6 @@ def other_packages(number, index):
             facts['packages']['numpy'] = '0.0.1'
             facts['code']['training/loop.py'] = 'changed'
         return facts
-
-
-def other_labels(number, index):
-    """Every image in memory has the label after its own."""
-
-    @replacing(arrays, 'array_source')
-    def _(array_source, images, labels, class_names, **more):
-        if is_here(index):
-            labels = (labels + 1) % len(class_names)
-        return array_source(images, labels, class_names, **more)
 
 
 if __name__ == '__main__':

@@ -64,7 +64,7 @@ class TrainConfig(Record):
     classes: tuple[str, ...] = ()  # names of those to train and evaluate on alone; none: all
     model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
-    head: Head | None = None  # linear, or f(num_classes) -> flax module; None: that of `model`
+    head: Head | None = None  # linear, or f(num_classes) -> flax module; None: the head of `model`
     start_from: str | None = None  # a checkpoint, of any format, with the first parameters
     reuse_head: bool = False  # for classes that start_from knows by name; false: a new head
     hints: Hints = default(Hints)  # what the checkpoint's file does not say of itself

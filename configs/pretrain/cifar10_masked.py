@@ -1,7 +1,7 @@
 """A small ViT that learns from CIFAR-10 without its labels, on two CPU cores.
 
 Paper: "An Image is Worth 16x16 Words", section 4.6: half of the patches are corrupted, and their
-mean color is predicted. The network and its images are those of pretrain/cifar10.py.
+mean color is predicted. The model and its images equal those in pretrain/cifar10.py.
 Result: not run yet at this size. A smaller one for 1,500 steps (--config.model.width=64
 --config.model.mlp_dim=128 --config.model.depth=4 --config.total.steps=1500
 --config.schedule.learning_rate=0.002) names 40.2 % of the corrupted patches' colors (10,000 test

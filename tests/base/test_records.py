@@ -28,7 +28,7 @@ class Picture(records.Record):
     shape: Circle | Square | None = None
     size: tuple[int, int] = (3, 4)
     tags: tuple[str, ...] = ()
-    colour: Literal['red', 'blue'] = 'red'
+    color: Literal['red', 'blue'] = 'red'
     paint: str | Callable[[int], int] | None = None
     names: dict[str, str] = dataclasses.field(default_factory=dict)
     count: int
@@ -54,8 +54,8 @@ def test_a_record_comes_back_from_its_json():
         ({'size': (1, 2, 3)}, r'p.size=\(1, 2, 3\)'),
         ({'size': (1, 'a')}, r"p.size\[1\]='a': expected int"),
         ({'size': 3.0}, 'p.size=3.0'),
-        ({'colour': 'green'}, r"p.colour='green': expected red\|blue"),
-        ({'colou': 'red'}, "p.colou: .*'colour'"),
+        ({'color': 'green'}, r"p.color='green': expected red\|blue"),
+        ({'colr': 'red'}, "p.colr: .*'color'"),
         ({'shape': {'kind': 'Cube'}}, "p.shape.kind='Cube': .*Circle, Square"),
         ({'shape': {'radius': 1.0}}, "p.shape.kind=''"),
         ({'shape': {'kind': 'Circle', 'radios': 1.0}}, "p.shape.radios: .*'radius'"),
@@ -95,10 +95,10 @@ def test_records_within_are_copied_so_that_later_assignments_change_nothing():
 
 
 def test_values_are_set_by_path_in_a_checked_copy():
-    changes = {'shape.side': 4, 'colour': 'blue'}
+    changes = {'shape.side': 4, 'color': 'blue'}
     picture = records.with_values(PICTURE, changes, where='p')
-    assert picture == dataclasses.replace(PICTURE, shape=Square(side=4.0), colour='blue')
-    assert PICTURE.colour == 'red'
+    assert picture == dataclasses.replace(PICTURE, shape=Square(side=4.0), color='blue')
+    assert PICTURE.color == 'red'
     for path, name in ('shape.sid', "sid: .*'side'"), ('count.x', 'p.count.x'), ('count', "''"):
         with pytest.raises(UserError, match=name):
             records.with_values(PICTURE, {path: ''}, where='p')

@@ -22,7 +22,7 @@ class Terms(NamedTuple):
     """HSIC of t representations with s others, and of each with itself: CKA is their ratio.
 
     A pytree of sums over minibatches: add the terms of two minibatches with
-    `jax.tree.map(operator.add, a, b)`, those of all devices with `jax.lax.psum`.
+    `jax.tree.map(operator.add, a, b)`, and over devices with `jax.lax.psum`.
     """
 
     cross: Float[Array, 't s']

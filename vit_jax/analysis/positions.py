@@ -13,7 +13,7 @@ def similarity(
     *,
     prefix: int,
 ) -> Float[Array, 'rows columns rows columns']:
-    """Computes the cosine of the position embedding of each patch with those of all patches.
+    """Computes the cosine between the position embeddings of each pair of patches.
 
     Args:
       pos_embedding: Position embeddings; the first `prefix` rows (class token) are left out.

@@ -16,7 +16,7 @@ from vit_jax.models.taps import Reduction
 
 
 def compute(images: Images, network: Network) -> Numbers:
-    """Returns the `distance` (l k) in pixels, that of `uniform` attention, the image `width`."""
+    """Returns the `distance` (l k) in pixels, its `uniform` value, and the image `width`."""
     config = network.vit
     captures = images.captures(network, {'attention/weights': mean_distance(network)})
     patches = config.num_tokens - config.prefix

@@ -40,7 +40,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws a line for each of the other networks."""
     reference = style.shorten(str(numbers['reference']), 40)
-    drawing = style.canvas(8.0, 4.6, f'How similar each layer is to that of {reference}')
+    drawing = style.canvas(8.0, 4.6, f'Similarity of each layer to the same layer of {reference}')
     axes = drawing.subplots()
     for place, (name, row) in enumerate(
         zip(numbers['names'].tolist(), numbers['cka'], strict=True)

@@ -17,7 +17,7 @@ class Grid(Record):
     `axes` name, for each value of an axis, the fields that it changes and their new values, such as
     {'depth': {'6': {'model.depth': 6}, '12': {'model.depth': 12}}}. If `start_from` names an
     earlier grid, each run of that grid continues here, with its own values and seed: the model is
-    that of its checkpoint, at the step that `best` selects.
+    the one of its checkpoint, at the step that `best` selects.
     """
 
     changes: dict[str, Any] = default(dict)  # of the study's base, for all experiments

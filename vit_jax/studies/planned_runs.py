@@ -58,7 +58,7 @@ def planned(study: Study) -> list[PlannedRun]:
 
 def _of_grid(study: Study, name: str, start: PlannedRun | None, seed: int) -> Iterator[PlannedRun]:
     grid, where = study.grids[name], f'grids.{name}'
-    fresh = {} if start is None else {'model': None}  # the model is that of the checkpoint
+    fresh = {} if start is None else {'model': None}  # the checkpoint has the model
     base = records.with_values(study.base, fresh | grid.changes, where=f'{where}.changes')
     for chosen in itertools.product(*grid.axes.values()):
         values, config = dict(zip(grid.axes, chosen, strict=True)), base
@@ -124,7 +124,7 @@ def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:
 
 
 def _checkpoint(workdir: Path, best: str | None) -> Path:
-    """Returns the newest checkpoint of a work directory, or that of the best step."""
+    """Returns the newest checkpoint of a work directory, or the best one."""
     if best is None:
         return workdir
     step, path = best_step(history.read(workdir, workdir.name), best), workdir / FOLDER

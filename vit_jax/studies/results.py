@@ -40,7 +40,7 @@ class Line(NamedTuple):
 def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dict[str, Measures]:
     """Returns the measures of the complete runs, by the names of the runs.
 
-    They are those of the last step, or of the best step if the grid has `best`.
+    They come from the last step, or from the best step if the grid has `best`.
     """
     measured = {}
     for run in runs:
@@ -60,7 +60,7 @@ def _count_operations(folder: Path, run: PlannedRun) -> float:
     """Returns the floating-point operations of a training, as table 6 of the ViT paper counts.
 
     They are six for each multiply-add of the forward pass, image and step: the backward pass costs
-    two forward passes. NaN if the model is that of a checkpoint.
+    two forward passes. NaN if a checkpoint has the model.
     """
     steps = last_step(folder, run)
     if run.config.model is None or steps is None:

@@ -84,7 +84,7 @@ class Family(NamedTuple):
     block: str = 'encoder.layer.{layer0}'  # {layer0} is its number
     class_tokens: int = 1
     processor: str = 'ViT'  # prepares images if no file says which one does
-    defaults: dict[str, Any] = {}  # of a config.json, if they differ from those of `Config`
+    defaults: dict[str, Any] = {}  # of a config.json, if they differ from the defaults of `Config`
     names: dict[str, str] = {}  # that differ from _MODULES and _ARRAYS
 
 

@@ -27,7 +27,7 @@ _HEADS = {
     (40, 1536, 6144): 16,
     (40, 4096, 8192): 32,
 }
-# Fields that a summary shows if they are not those of a plain ViT.
+# Fields that a summary shows if they differ from a plain ViT.
 _OPTIONS = 'pool gelu layer_norm_epsilon positions positions_at registers pre_norm norm'.split()
 _OPTIONS += 'layer_scale qkv_bias qk_norm parallel final_norm patch_outputs'.split()
 
@@ -37,7 +37,7 @@ class NeedsHint(UserError):
 
 
 def with_defaults(hints: Hints, defaults: Hints) -> Hints:
-    """Returns the hints, with those of `defaults` for the ones that are not given."""
+    """Returns the hints, completed by `defaults`."""
     given = {name: value for name, value in vars(hints).items() if value is not None}
     return dataclasses.replace(defaults, **given)
 
@@ -102,14 +102,14 @@ def infer_config(
     unit: str = '',
     **values: Any,
 ) -> tuple[ViTConfig, int]:
-    """Infers a ViT, and how many rows the position embeddings have before those of the patches.
+    """Infers a ViT, and how many rows of the position embeddings precede the patches.
 
     Args:
       arrays: All arrays of the model.
       hints: Take precedence over what the arrays suggest.
       embedding: The name of the kernel of the patches.
       table: The name of the position embeddings; None: positions are computed.
-      rows: The possible numbers of rows before those of the patches, the usual one first.
+      rows: The possible numbers of rows before the patches, the usual one first.
       image_size: The size that a description states.
       root: As for `infer_backbone`.
       unit: As for `infer_backbone`.

@@ -51,7 +51,7 @@ class _Vision(Record):
 
 @dataclasses.dataclass
 class _Preprocess(Record):
-    """`preprocess_cfg`; its size is that of the model."""
+    """`preprocess_cfg`; its size is the model's."""
 
     mean: Scaling = CLIP[0]
     std: Scaling = CLIP[1]

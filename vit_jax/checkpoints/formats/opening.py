@@ -63,7 +63,7 @@ def open_checkpoint(
       path: A file or directory of any format, `FILE:KEY` for a part of a file, or the name of a
         remote checkpoint (checkpoints/remote.py), which is downloaded unless it was before.
       hints: What the file may leave open.
-      image_size: The size of images that the caller wants, or `stored` for that of the file. If it
+      image_size: The size of images that the caller wants, or `stored` to keep the size. If it
         is None, positions are resized to the size that the checkpoint's own processor makes.
 
     Raises:
@@ -205,7 +205,7 @@ def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[An
 def match_arrays(
     form: Format[Any], parsed: ParsedCheckpoint[Any], arrays: Mapping[str, LazyArray]
 ) -> tuple[Params, name_map.Resolved, list[str]]:
-    """Compares names and shapes of arrays with those of the model.
+    """Compares the names and shapes of arrays with the model.
 
     Returns:
       The parameters as shapes, the names in the file for each, and the names that are ignored.

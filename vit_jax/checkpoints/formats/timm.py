@@ -224,7 +224,7 @@ def _assume(arrays: Arrays) -> tuple[_Description, str]:
     if 'norm_pre.weight' in arrays:
         described = _Description(mean=base.CLIP[0], std=base.CLIP[1])
         return described, 'no config.json: images are prepared as for CLIP'
-    text = 'no config.json: GELU, epsilon, pooling and preparation are those of most ViTs'
+    text = 'no config.json: assumed the usual GELU, epsilon, pooling and preparation of ViTs'
     return _Description(), text
 
 
@@ -289,7 +289,7 @@ def _mlp(arrays: Arrays, arguments: _Arguments, layout: Layout) -> dict[str, Any
     width, mlp_dim = inference.shape_of(arrays, second, 2)
     is_joined = first in arrays and arrays[first].shape[0] == 2 * mlp_dim
     is_gated = is_joined or 'fc1_g' in layout.variants
-    if arguments.mlp_ratio is not None:  # if joined, that of gate and value together
+    if arguments.mlp_ratio is not None:  # if joined, of gate and value together
         mlp_dim = int(width * arguments.mlp_ratio) // (2 if is_joined else 1)
     if arguments.act_layer is not None:
         is_gated = arguments.act_layer == 'silu'

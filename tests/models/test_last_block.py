@@ -9,12 +9,9 @@ from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Compute, build, multiply_adds
 
 PARALLEL = {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False}
-OFTEN = [
-    {},
+SELDOM = [
     {'positions': 'rope', 'registers': 2, 'pool': 'cls_dist'},
     {'blocks_without_skips': (2,), 'positions': 'relative', 'layer_scale': 0.1, 'gelu': None},
-]
-SELDOM = [
     {'depth': 1},
     {'pre_norm': True, 'class_tokens': 2, 'final_norm': 'after_pool'},
     {'positions_at': 'every_layer_shared', 'representation_size': 6},
@@ -25,7 +22,7 @@ SELDOM = [
 @pytest.mark.parametrize(
     'of, compute',
     [
-        *((of, {}) for of in OFTEN),
+        ({}, {}),
         ({}, {'layout': 'flat', 'attention': 'xla', 'unroll': 3}),
         *(pytest.param(of, {}, marks=pytest.mark.full) for of in SELDOM),
         *(
@@ -64,7 +61,9 @@ def test_of_the_last_block_the_keys_and_values_alone_are_of_all_tokens():
     assert left_out == (n - 1) * (query_and_out + mlp + mixing)
 
 
-@pytest.mark.parametrize('last_block', ['whole', 'class_tokens'])
+@pytest.mark.parametrize(
+    'last_block', [pytest.param('whole', marks=pytest.mark.full), 'class_tokens']
+)
 def test_parameters_of_another_depth_are_rejected(last_block):
     model = build(tiny.model(depth=2), compute=Compute(last_block=last_block))
     deeper = build(tiny.model(depth=4)).init(jax.random.key(0))

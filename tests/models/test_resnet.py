@@ -80,6 +80,7 @@ def by_definition(params, image):
     return x
 
 
+@pytest.mark.full
 def test_the_resnet_is_the_one_of_the_papers_code():
     model, params = made(SMALL)
     expected = np.stack([by_definition(params, image).mean((0, 1)) for image in IMAGES])

@@ -155,15 +155,9 @@ OTHERS = (
 )
 
 
-@pytest.mark.parametrize('others', [(TPU, GPU), pytest.param(OTHERS, marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    'of',
-    [
-        {},
-        pytest.param(SCALED, marks=pytest.mark.full),
-        pytest.param({'positions': 'relative'}, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize('others', [(TPU, GPU), OTHERS])
+@pytest.mark.parametrize('of', [{}, SCALED, {'positions': 'relative'}])
 def test_every_way_to_compute_gives_the_same_gradients(others, of):
     config = tiny.model(**of)
     regularization = Regularization(dropout=0.1, stochastic_depth=0.2)
@@ -229,6 +223,7 @@ def test_dropout_is_active_only_with_a_key_and_depends_on_it():
     np.testing.assert_array_equal(model.apply(params, IMAGES), model.apply(params, IMAGES))
 
 
+@pytest.mark.full
 def test_bfloat16_stays_near_float32_with_float32_parameters_and_logits():
     config = tiny.model()
     model, params = tiny.built(config, compute=Compute(dtype='bfloat16'))

@@ -43,6 +43,7 @@ def step(batch, *, parts=1, dropout=0.0):
     return jax.jit(update)(state, batch)
 
 
+@pytest.mark.full
 def test_parts_of_a_batch_give_the_update_of_the_whole():
     mask = BATCH['mask'].at[jnp.array([0, 3])].set(False)  # parts of unequal weight
     whole, expected = step(BATCH | {'mask': mask})

@@ -344,9 +344,11 @@ def test_predict_names_what_it_cannot_read(tmp_path, capsys):
     kept = np.load(tmp_path / 'f.npz')
     assert kept['paths'].tolist() == [f'{folder}/{i}.png' for i in (0, 1, 3, 4)]
     assert kept['features'].shape == (4, 16) and np.isfinite(kept['features']).all()
+    with pytest.raises(UserError, match='f.npz.*--overwrite'):
+        run(predict, path, folder, *words)
     (tmp_path / 'names.txt').write_text('a\nb')
     with pytest.raises(UserError, match='names.txt'):
-        run(predict, path, folder, *words)
+        run(predict, path, folder, *words, '--overwrite')
     with pytest.raises(FileNotFoundError, match='0.pgn'):
         run(predict, path, f'{folder}/0.pgn')
 

@@ -26,7 +26,13 @@ def raise_error():
     raise RuntimeError('the disk is on fire')
 
 
+def send_signal_of_its_own():
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 FAULTS = {
+    'usr1': send_signal_of_its_own,
     'hang': hang,
     'lock': lambda: re.match('(a+)+$', 'a' * 60 + 'b'),  # it keeps the interpreter's lock
     'fail': raise_error,

@@ -141,7 +141,7 @@ def test_every_problem_is_listed_in_one_go(photos, tmp_path, monkeypatch):
     wrong = problems(data=str(tmp_path / 't.csv'))
     assert all(f'line {n}: ' in line for n, line in zip((3, 4), wrong, strict=True))
     shutil.rmtree(photos / 'cat')
-    assert 'one class' in problems(data=str(photos), classes=('dog',))[0]
+    assert 'has one class' in problems(data=str(photos), classes=('dog',))[0]
     step = problems(batch_size=1000, total=Duration(epochs=1.0))
     assert any('less than one step' in line for line in step)
 

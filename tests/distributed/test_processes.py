@@ -150,6 +150,13 @@ def test_each_step_resets_the_watchdog_and_a_longer_suspension_ends_the_run(tmp_
 
 
 @pytest.mark.full
+def test_a_signal_that_the_program_handles_itself_stops_nothing(tmp_path):
+    with running(tmp_path, 'usr1:5', 'steps:40', count=1) as (host,):
+        assert host.wait(60) == 0
+    assert 'step 39\n' in host.text
+
+
+@pytest.mark.full
 def test_a_signal_before_connecting_ends_all(tmp_path):
     with running(tmp_path, each=lambda index: ['--late'] * index) as started:
         started[1].wait_for_text('connects to')

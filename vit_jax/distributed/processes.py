@@ -245,19 +245,19 @@ class Job:
                 time.sleep(_NOTICING)  # the others show their stacks too
                 why = 'no step, batch or save ended in time (--watchdog_seconds)'
                 self._heed(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}')
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, KeyError):  # none, or not one of _CODES
                 self._on_signal(signal.Signals(wakeup.recv(1)[0]))
 
     def _on_signal(self, received: signal.Signals) -> None:
         """Tells all processes to save and stop, or to exit at once if there is nothing to save."""
-        why = ''
+        code, why = _CODES[received], ''
         if not self._has_state:
             self._connected.wait(10)  # seconds; else the other processes would wait for this one
             why = f'{self}: {received.name} before the first step; run the same command again'
         elif self._last_signal == received == signal.SIGINT:
             why = f'{self}: Ctrl-C again: nothing is saved; {_RESUME}'
         self._last_signal = received
-        self._heed(_CODES.get(received, REQUEUE), why)
+        self._heed(code, why)
 
     def _heed(self, code: int, why: str = '') -> None:
         """Exits if `why` is given; else all processes stop after the step of the foremost."""

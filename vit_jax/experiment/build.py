@@ -199,7 +199,7 @@ def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Sour
         text = 'an image may have several classes, softmax expects one'
         problems.append(f'{data}: {text}: --config.loss.kind=sigmoid')
     if kind is not None and len(train.class_names) == 1 and not train.multi_label:
-        problems.append(f'{data}: one class, {train.class_names[0]!r}; add images of another class')
+        problems.append(f'{data}: has one class, {train.class_names[0]!r}; add images of others')
     return problems
 
 

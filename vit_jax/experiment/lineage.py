@@ -1,4 +1,4 @@
-"""The runs before and after a run: what a checkpoint was trained on, and the next command."""
+"""What comes before and after a run: images its checkpoint was trained on, the next command."""
 
 import operator
 import os

@@ -382,7 +382,7 @@ class Run:
 def profile_steps(
     batches: Iterator[Batch], steps: range, profile: range, folder: Path, console: Console
 ) -> Generator[Batch, None, None]:
-    """Passes on the batches of `steps`, and writes a profile of the steps that are in `profile`.
+    """Yields the batches of `steps` unchanged, and profiles the steps in the range `profile`.
 
     TensorBoard shows it, with its plugin `xprof`; ui.perfetto.dev shows perfetto_trace.json.gz.
     """

@@ -116,7 +116,7 @@ def make_module(config: ModelConfig, regularization: Regularization, compute: Co
 
 
 def position_tables(config: ViTConfig) -> dict[str, tuple[bool, bool]]:
-    """Maps the parameter of each learned table to booleans: does it span the rows, the columns?"""
+    """Maps the name of each learned table to (depends on the row, depends on the column)."""
     learned = positions.LEARNED.get(config.positions, {})
     place = 'encoder/block/' if config.positions_at == 'every_layer' else ''
     return {place + name: axes for name, axes in learned.items()}

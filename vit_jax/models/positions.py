@@ -26,8 +26,8 @@ PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', '
 # The width of an added table is a multiple of this number.
 MULTIPLES: dict[PositionKind, int] = {'learned': 1, 'learned2d': 2, 'sincos2d': 4}
 RELATIVE: tuple[PositionKind, ...] = ('relative',)  # kinds that change the logits of attention
-OF_ONE_GRID: tuple[PositionKind, ...] = ('relative',)  # kinds with parameters that fit one grid
-# The learned parameters of each kind. Does it span the rows of the grid, and its columns?
+OF_ONE_GRID: tuple[PositionKind, ...] = ('relative',)  # their parameters are for one grid size
+# The learned tables of each kind, as name: (depends on the row, depends on the column).
 LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
     'learned': {'pos_embedding': (True, True)},
     'learned2d': {'pos_embedding_x': (False, True), 'pos_embedding_y': (True, False)},

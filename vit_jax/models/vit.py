@@ -353,7 +353,7 @@ def make_head(config: ModelConfig) -> nn.Module | None:
     if config.head == 'linear':
         zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
         return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
-    raise UserError(f'model.head={config.head!r}: expected linear, or a function of num_classes')
+    raise UserError(f'model.head={config.head!r}: expected linear, or f(num_classes) -> module')
 
 
 class ViT(ViTModule):

@@ -37,7 +37,7 @@ class NeedsHint(UserError):
 
 
 def with_defaults(hints: Hints, defaults: Hints) -> Hints:
-    """Returns the hints, completed by `defaults`."""
+    """Returns the hints, with missing values from `defaults`."""
     given = {name: value for name, value in vars(hints).items() if value is not None}
     return dataclasses.replace(defaults, **given)
 

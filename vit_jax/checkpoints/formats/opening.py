@@ -86,7 +86,7 @@ def open_checkpoint(
     except UserError as error:
         if not origin:
             raise
-        raise type(error)(f'{error}; it is the copy of {origin[0]}') from error
+        raise type(error)(f'{error} (the local copy of {origin[0]})') from error
     contents = FileContents(
         arrays={name: array for each in opened for name, array in each.arrays.items()},
         metadata=opened[0].metadata,
@@ -191,7 +191,7 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
 
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
-    """Returns what the card in a safetensors file of ours says, whatever stands next to it."""
+    """Reads the card in a safetensors file that vit_jax wrote; ignores files next to it."""
     card = Card.read(JsonObject(json.loads(contents.metadata[CARD]), 'card'), where='card')
     layout = form.usual_layout(card.model)
     stored = json.loads(contents.metadata.get(LAYOUT, '{}'))

@@ -224,7 +224,7 @@ def _assume(arrays: Arrays) -> tuple[_Description, str]:
     if 'norm_pre.weight' in arrays:
         described = _Description(mean=base.CLIP[0], std=base.CLIP[1])
         return described, 'no config.json: images are prepared as for CLIP'
-    text = 'no config.json: assumed the usual GELU, epsilon, pooling and preparation of ViTs'
+    text = 'no config.json: assumed the usual GELU, epsilon, pooling and preprocessing of ViTs'
     return _Description(), text
 
 

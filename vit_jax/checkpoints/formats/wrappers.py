@@ -1,4 +1,4 @@
-"""What PyTorch training programs put around the weights: nested dictionaries and prefixes of names.
+"""What PyTorch training programs wrap weights in: nested dictionaries, and prefixes of names.
 
 A file may hold several copies of a model. Averaged weights are preferred, as in
 timm.models.load_checkpoint; `FILE:KEY` chooses another copy by a part of its prefix.
@@ -21,13 +21,13 @@ _TRAINING_ONLY = re.compile(r'decoder(_\w+)?(\..*)?|head\.(\d+|mlp|last_layer)\.
 
 
 def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
-    """Takes one model out of all arrays of a file: the one that the key names, or the averaged one.
+    """Selects the arrays of one model: the one that the key names, or else the averaged one.
 
     Names without modules stay as they are.
 
     Args:
       contents: The file.
-      own: Prefixes that the formats have in front of the body of a model; its head has none.
+      own: Prefixes that formats put on names of the body; the head has no prefix.
 
     Raises:
       UserError: If there is no such model, or if several are left.

@@ -202,12 +202,14 @@ def _check_comes_back(
     same = {name: getattr(config, name) for name in names if hasattr(config, name)}
     again = records.to_dict(dataclasses.replace(parsed.config, **same))
     if lost := records.differences(records.to_dict(config), again):
-        raise UserError(f'the {form.name} format has no such model: it would read {lost[0]}')
+        raise UserError(
+            f'the {form.name} format cannot hold this model: it would come back with {lost[0]}'
+        )
     own, theirs = card.preprocessing.crop, parsed.preprocessing.crop
     if isinstance(own, CentralCrop) and isinstance(theirs, CentralCrop):
         theirs = dataclasses.replace(theirs, rounding=own.rounding)  # a pixel at most
     is_same = not form.file_name or own == theirs
-    return [] if is_same else [f'readers prepare images by {theirs}, not {own}']
+    return [] if is_same else [f'programs that load it prepare images by {theirs}, not {own}']
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:

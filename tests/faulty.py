@@ -20,7 +20,7 @@ from vit_jax.cli import app
 from vit_jax.data import loading
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.evaluator import Evaluator
-from vit_jax.experiment import fingerprint, training_run
+from vit_jax.experiment import training_run, workdirs
 
 
 def replacing(owner, name):
@@ -190,9 +190,9 @@ def upload(number, index):
 
 
 def other_packages(number, index):
-    @replacing(fingerprint, 'of_run')
-    def _(of_run, config, path):
-        facts = of_run(config, path)
+    @replacing(workdirs, 'run_settings')
+    def _(run_settings, config, path):
+        facts = run_settings(config, path)
         if is_here(index):
             facts['packages']['numpy'] = '0.0.1'
             facts['code']['training/loop.py'] = 'changed'

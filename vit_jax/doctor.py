@@ -27,7 +27,7 @@ from vit_jax.cli import app
 from vit_jax.data import image_decoding
 from vit_jax.distributed import meshes
 from vit_jax.distributed.processes import Job, joined_job
-from vit_jax.experiment import fingerprint, training_run
+from vit_jax.experiment import training_run, workdirs
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import parameter_count
 
@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     wrong = f'--workdir={workdir}: --config is missing; expected that of the experiment'
     require(not alone or storage.is_remote(workdir), wrong)
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
-    _say('versions', ', '.join(f'{name} {v}' for name, v in fingerprint.packages().items()))
+    _say('versions', ', '.join(f'{name} {v}' for name, v in workdirs.installed_packages().items()))
     _say('decoding', image_decoding.describe_decoder())
     with joined_job(launch, app.report) as job:
         _say('cluster', str(job) if job.count > 1 else 'none detected: one process')
@@ -68,7 +68,7 @@ def _say(name: str, text: str) -> None:
 
 def _check_devices(job: Job) -> None:
     """Compares the hosts, then lets all devices compute one sum."""
-    job.require_same('packages and code', fingerprint.installed())
+    job.require_same('packages and code', workdirs.installed_software())
     local, everyone = jax.local_devices(), jax.devices()
     kind = local[0].device_kind
     _say('devices', f'{len(local)} x {kind} here, {len(everyone)} in all processes')

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +26,7 @@ from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import Batches, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, open_probes
+from vit_jax.experiment import workdirs
 from vit_jax.models import (
     Compute,
     Model,
@@ -108,7 +108,7 @@ class Experiment(NamedTuple):
             preprocessing=self.preprocessing,
             class_names=self.train.source.class_names if has_classes else (),
             loss=kind if has_classes else None,
-            software={name: metadata.version(name) for name in ('jax', 'flax', 'optax')},
+            software=workdirs.installed_packages(),
         )
         return records.to_dict(card)
 

@@ -14,7 +14,7 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import features, probing
-from vit_jax.experiment import data_record, fingerprint, workdirs
+from vit_jax.experiment import data_record, workdirs
 from vit_jax.experiment.build import make_eval_batches, make_mesh, open_start, reader_for
 from vit_jax.experiment.reporter import console_of
 from vit_jax.models import abstract_params, build
@@ -30,7 +30,7 @@ def probe(
     """
     job = job or Job()
     config = records.checked(config, where='config')
-    job.require_same('this evaluation', fingerprint.of_run(config, path))
+    job.require_same('this evaluation', workdirs.run_settings(config, path))
     if (fewshot := config.fewshot) is None:
         raise UserError('config.fewshot is none: expected shots, seeds and data to evaluate with')
     if (start := open_start(config)) is None:

@@ -24,7 +24,7 @@ from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.evaluator import Evaluator
 from vit_jax.evaluation.features import features_by, make_feature_evaluator
-from vit_jax.experiment import data_record, fingerprint, workdirs
+from vit_jax.experiment import data_record, workdirs
 from vit_jax.experiment.build import Experiment, Update, build_experiment
 from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
 from vit_jax.experiment.workdirs import Workdir
@@ -114,7 +114,7 @@ def open_run(
     Raises UserError as `train` does before it compiles.
     """
     if job.count > 1:
-        job.require_same('this run', fingerprint.of_run(config, path))
+        job.require_same('this run', workdirs.run_settings(config, path))
     dtype = job.from_process_0('dtype', lambda: workdirs.recorded_dtype(path))
     experiment = build_experiment(config, dtype=dtype)
     job.require_same('what is decided', experiment.decisions)

@@ -1,23 +1,31 @@
-"""The work directory: one experiment, one run at a time, its configuration, its numbers."""
+"""The work directory: one experiment, one run at a time, its configuration, its numbers.
+
+Also what all processes of a run must have in common: settings, code and packages.
+"""
 
 import contextlib
 import datetime
+import hashlib
 import os
 import pathlib
+import platform
 import socket
 import uuid
 from collections.abc import Callable, Iterator
-from typing import IO, Any, NamedTuple
+from importlib import metadata
+from typing import Any, NamedTuple
 
-from vit_jax.base import Path, UserError, storage, sync, usable
+from vit_jax.base import Path, UserError, records, storage, sync, usable
 from vit_jax.base.storage import locked as lock_file
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import differing, read_config, write_config
+from vit_jax.config import TrainConfig, differing, read_config, write_config
 from vit_jax.distributed.processes import Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
 LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.json.gz'
+_PACKAGE = pathlib.Path(__file__).parent.parent
+_COMPUTE = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
 
 
 class Workdir(NamedTuple):
@@ -99,29 +107,15 @@ def locked(folder: pathlib.Path) -> Iterator[Workdir]:
     for place in new:
         sync(place.parent)
     with (folder / LOCK).open('a+') as file:
-        if other := _other_holder(file):
+        if not lock_file(file):
+            file.seek(0)
+            text = file.read(500).strip()
+            other = text if text and text.isprintable() else 'another run'
             raise UserError(f'workdir {folder} is in use by {other}')
         file.truncate(0)
         file.write(_name_of_this_run())
         file.flush()
         yield Workdir(folder)
-
-
-def holder(folder: pathlib.Path) -> str | None:
-    """Describes the process that holds a directory on a disk; None if there is none."""
-    if not (folder / LOCK).exists():
-        return None
-    with (folder / LOCK).open('a+') as file:
-        return _other_holder(file)
-
-
-def _other_holder(file: IO[str]) -> str | None:
-    """Describes the process that has locked the file; None if this process has now."""
-    if lock_file(file):
-        return None
-    file.seek(0)
-    text = file.read(500).strip()
-    return text if text and text.isprintable() else 'another run'
 
 
 @contextlib.contextmanager
@@ -140,3 +134,25 @@ def _leased(folder: Path) -> Iterator[Workdir]:
 def _name_of_this_run() -> str:
     now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
     return f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n'
+
+
+def run_settings(config: TrainConfig, path: str) -> dict[str, Any]:
+    """Returns the settings, code and packages of a run in the work directory `path`."""
+    values = {'config': records.to_dict(config), 'workdir': str(storage.folder(path))}
+    return values | installed_software()
+
+
+def installed_software() -> dict[str, Any]:
+    """Returns versions of packages, and a digest of each file of this one."""
+    code = {
+        str(file.relative_to(_PACKAGE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for file in sorted(_PACKAGE.rglob('*.py'))
+        if not file.is_relative_to(_PACKAGE / 'configs')  # whose values are compared
+    }
+    return {'code': code, 'packages': installed_packages()}
+
+
+def installed_packages() -> dict[str, str]:
+    """Returns versions, by name, of Python and of the packages that compute."""
+    versions = {name: metadata.version(name) for name in _COMPUTE}
+    return {'python': platform.python_version()} | versions

@@ -16,7 +16,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -85,6 +85,15 @@ def _map(function: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
 Splits = dict[str, Callable[[], Source]]  # a function that opens it, for each split
 # Your own data: a function that opens the split of a name (sources/arrays.py: images in memory).
 DataFunction = Callable[[str], Source]
+
+
+class SourceKind(NamedTuple):
+    """A kind of stored data. To add one, write its file with a KIND, and name it in opening.py."""
+
+    expected: str  # what `config.data` may be, for messages and help
+    recognizes: Callable[[str], bool]  # whether `config.data` is of this kind
+    open_splits: Callable[..., Splits]  # of `config.data`; with columns, also of the labels' one
+    has_label_columns: bool = False  # whether another column may have the labels
 
 
 def labelled_source(

@@ -10,6 +10,7 @@ from vit_jax.base import MissingFile, UserError, counted, refuse, require
 from vit_jax.data.image_decoding import formats_by_ending
 from vit_jax.data.sources.base import (
     Source,
+    SourceKind,
     Splits,
     canonical_name,
     class_order,
@@ -26,7 +27,7 @@ _SYSTEM_FOLDERS = frozenset(
 )
 
 
-def folder_splits(root: str) -> Splits:
+def open_splits(root: str) -> Splits:
     """Opens ROOT/train/CLASS and so on as splits, and a ROOT of classes as one split, `all`.
 
     Images may lie deeper within a class. Class names are the names of the folders, in the order of
@@ -50,6 +51,9 @@ def folder_splits(root: str) -> Splits:
         return files_by_class(folders[split], faults)
 
     return {split: functools.partial(open_split, split) for split in folders}
+
+
+KIND = SourceKind('a folder of train/CLASS/*.jpg or CLASS/*.jpg', os.path.isdir, open_splits)
 
 
 def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -154,18 +158,14 @@ def folder_names(path: pathlib.Path) -> list[str]:
     return class_order(filter(_is_visible, next(os.walk(path, onerror=_raise))[1]))
 
 
-def has_images(path: pathlib.Path) -> bool:
-    """Whether images lie directly in a folder."""
-    return bool(_loose_images(path))
-
-
-def _loose_images(path: pathlib.Path) -> list[str]:
+def loose_images(path: pathlib.Path) -> list[str]:
+    """Returns the names of the images directly in a folder."""
     names = next(os.walk(path, onerror=_raise))[2]
     return [name for name in names if _is_visible(name) and is_image(name)]
 
 
 def _warn_of_loose_images(folder: pathlib.Path) -> None:
     """Warns of images next to the folders of classes."""
-    if images := _loose_images(folder):
+    if images := loose_images(folder):
         count = counted(len(images), 'image')
         warn_once(f'{folder}: {count} in no folder of a class left out, such as {min(images)}')

@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, usable
-from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once
+from vit_jax.data.sources.base import Source, SourceKind, Splits, labelled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -25,14 +25,14 @@ _WHOLE = 'a whole tar file, as it is distributed'
 KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
 
 
-def holds(root: str) -> bool:
+def _recognizes(root: str) -> bool:
     """Whether a folder holds ImageNet in an original form. (`val/CLASS/` is an ordinary folder.)"""
     path = pathlib.Path(root)
     tars = (path / TRAIN_TAR).is_file() or (path / VAL_TAR).is_file()
     return tars or any(path.glob('val/ILSVRC2012_val_*.JPEG'))
 
 
-def folder_splits(root: str) -> Splits:
+def _open_splits(root: str) -> Splits:
     """`train` and `val`, if present; a tar file is preferred to a folder.
 
     Opening `val` raises UserError if its labels are missing.
@@ -46,6 +46,9 @@ def folder_splits(root: str) -> Splits:
         if path := _first_of(*(pathlib.Path(root, name) for name in by_name)):
             splits[split] = functools.partial(by_name[path.name], path)
     return splits
+
+
+KIND = SourceKind("a folder of ImageNet's own files", _recognizes, _open_splits)
 
 
 def _first_of(*paths: pathlib.Path) -> pathlib.Path | None:

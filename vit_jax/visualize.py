@@ -25,7 +25,7 @@ from vit_jax.checkpoints.remote import as_path, shown
 from vit_jax.cli import app, output
 from vit_jax.data.loading import reader_for
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.folders import is_image, loose_images, unlabelled
+from vit_jax.data.sources.folders import is_image, loose_images, unlabeled
 from vit_jax.data.sources.opening import EXPECTED, make_opener
 from vit_jax.figures import figure as figures
 from vit_jax.figures.figure import NAMES, Figure, Images, Network
@@ -118,7 +118,7 @@ def _open_images(data: str, split: str | None) -> Source:
     """
     place = pathlib.Path(data)
     if is_image(data) or (place.is_dir() and loose_images(place)):
-        return unlabelled([data])
+        return unlabeled([data])
     open_split = make_opener()
     if split is None:
         with contextlib.suppress(UserError):  # opening `test` names the fault better

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base import UserError, require, usable
-from vit_jax.data.sources.base import Source, SourceKind, Splits, labelled_source
+from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source
 
 _MOST_CLASSES = 100_000  # of labels without names; more than any published set has
 
@@ -47,7 +47,7 @@ def array_source(
         there = '0 or 1 for each class' if multi_label else f'{top} classes, 0 to {top - 1}'
         which = f'label {labels[tuple(wrong[0])]} of image {wrong[0][0]} is out of range'
         raise UserError(f'{name}: {which}: there are {there} ({len(wrong)} such labels)')
-    return labelled_source(
+    return labeled_source(
         range(len(images)),
         labels,
         class_names,

@@ -96,7 +96,7 @@ class SourceKind(NamedTuple):
     has_label_columns: bool = False  # whether another column may have the labels
 
 
-def labelled_source(
+def labeled_source(
     images: Sequence[Any],
     labels: Sequence[int] | np.ndarray,
     class_names: Sequence[str],
@@ -270,7 +270,7 @@ def relative_names(names: Sequence[str], data: str) -> list[str]:
     return [n[start:] if n.startswith(inner) else n.removeprefix(outer) for n in names]
 
 
-def relabelled(source: Source, path: str) -> Source:
+def relabeled(source: Source, path: str) -> Source:
     """Returns the images with the labels of a JSON file, multi-label, over the same classes.
 
     The file has a list of class numbers for each image, in one of two forms: a list in the order of
@@ -326,7 +326,7 @@ def _find_key(name: pathlib.PurePath, entries: dict[str, object], path: str) -> 
     raise UserError(f'{path}: no entry for {name}')
 
 
-def drop_unlabelled(source: Source) -> Source:
+def drop_unlabeled(source: Source) -> Source:
     """Leaves out the images without a class, which an evaluation cannot count."""
     if not source.multi_label:
         return source

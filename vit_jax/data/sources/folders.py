@@ -14,7 +14,7 @@ from vit_jax.data.sources.base import (
     Splits,
     canonical_name,
     class_order,
-    labelled_source,
+    labeled_source,
     shuffle_once,
     warn_once,
 )
@@ -90,17 +90,17 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
             faults.append(f'{error}: add images, or move it out of the data')
     refuse(faults)
     _warn_of_loose_images(root)
-    return shuffle_once(labelled_source(paths, labels, class_names))
+    return shuffle_once(labeled_source(paths, labels, class_names))
 
 
-def unlabelled(paths: Sequence[str]) -> Source:
+def unlabeled(paths: Sequence[str]) -> Source:
     """These files, and the images of these folders; no classes, and every label is 0."""
     images: list[str] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder')
         images += image_files(path) if path.is_dir() else [str(path)]
-    return labelled_source(images, [0] * len(images), ())
+    return labeled_source(images, [0] * len(images), ())
 
 
 def image_files(path: pathlib.Path) -> list[str]:

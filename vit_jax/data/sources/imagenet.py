@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, usable
-from vit_jax.data.sources.base import Source, SourceKind, Splits, labelled_source, shuffle_once
+from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -95,7 +95,7 @@ def _tar_source(
     class_names: Sequence[str],
 ) -> Source:
     descriptor = os.open(path, os.O_RDONLY)  # which threads read by `pread`
-    source = labelled_source(
+    source = labeled_source(
         members,
         labels,
         class_names,
@@ -109,7 +109,7 @@ def _tar_source(
 def _open_val_folder(path: pathlib.Path) -> Source:
     paths = image_files(path)
     labels, class_names = _val_labels([os.path.basename(file) for file in paths], path.parent)
-    return shuffle_once(labelled_source(paths, labels, class_names))
+    return shuffle_once(labeled_source(paths, labels, class_names))
 
 
 def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, list[str]]:

@@ -19,9 +19,9 @@ from vit_jax.data.sources.base import (
     Source,
     SourceKind,
     Splits,
-    drop_unlabelled,
+    drop_unlabeled,
     keep_classes,
-    relabelled,
+    relabeled,
     relative_names,
     select,
     take_split,
@@ -68,7 +68,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
       data: One of the kinds of `open_splits`, or a function from the name of a split to a Source.
       split: A name and perhaps a slice, `train[:90%]` or `test[100:200]`: of files a random sample
         with a fixed seed; or several, `train[:800]+validation[:200]`.
-      labels: A JSON file (see `relabelled`) or a column of TFDS data that replaces the labels.
+      labels: A JSON file (see `relabeled`) or a column of TFDS data that replaces the labels.
         Images without a class are left out, with a warning.
       classes: The names of the classes whose images are kept; all if empty.
     """
@@ -87,7 +87,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             source = data(name)
             call = f'{records.text_of(data)}({name!r})'
             require(isinstance(source, Source), f'{call} is no Source: {source!r}')
-        return source if labels is None or column else relabelled(source, labels)
+        return source if labels is None or column else relabeled(source, labels)
 
     @functools.cache
     def open_part(
@@ -96,7 +96,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         name, request = records.text_of(data), split
         source = take_split(split, functools.partial(open_whole, data, labels), of=name)
         if labels is not None:  # after the slice, so that a split names the same images
-            source, request = drop_unlabelled(source), f'{split} with {labels}'
+            source, request = drop_unlabeled(source), f'{split} with {labels}'
         for one in classes:
             if one not in source.class_names:
                 nearest = records.nearest(one, source.class_names)

@@ -22,7 +22,7 @@ from vit_jax.data.sources.base import (
     SourceKind,
     Splits,
     class_order,
-    labelled_source,
+    labeled_source,
     multi_hot,
     shuffle_once,
 )
@@ -62,7 +62,7 @@ def open_splits(path: str) -> Splits:
         paths = [str(file.parent / row.path) for row in chosen]
         classes = [[number_of[name] for name in row.classes] for row in chosen]
         labels = multi_hot(classes, len(number_of)) if rows[0].multi_label else np.ravel(classes)
-        return shuffle_once(labelled_source(paths, labels, class_names))
+        return shuffle_once(labeled_source(paths, labels, class_names))
 
     return {split or 'all': functools.partial(open_split, split) for split in splits}
 

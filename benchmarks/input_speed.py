@@ -36,8 +36,8 @@ from vit_jax.data.augmentation import Augmentation, augment, augreg
 from vit_jax.data.image_decoding import decode
 from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode_and_crop
 from vit_jax.data.loading import ExampleRef, ImageReader, cores
-from vit_jax.data.sources.base import Source, labelled_source, select
-from vit_jax.data.sources.folders import unlabelled
+from vit_jax.data.sources.base import Source, labeled_source, select
+from vit_jax.data.sources.folders import unlabeled
 from vit_jax.distributed import meshes
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
@@ -75,7 +75,7 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
 def tiny_images(count: int) -> Source:
     """Images that need no decoding, to time our own Python alone."""
     image = np.zeros((224, 224, 3), np.uint8)
-    return labelled_source(range(count), [0] * count, ('a',), read=lambda i: image)
+    return labeled_source(range(count), [0] * count, ('a',), read=lambda i: image)
 
 
 def slow_images(count: int, seconds: float) -> Source:
@@ -86,7 +86,7 @@ def slow_images(count: int, seconds: float) -> Source:
         time.sleep(seconds)
         return image
 
-    return labelled_source(range(count), [0] * count, ('a',), read=read)
+    return labeled_source(range(count), [0] * count, ('a',), read=read)
 
 
 def reading(reader: ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
@@ -186,7 +186,7 @@ def make_batches(
     photos: str, size: tuple[int, int], batch_size: int, config: loading.LoaderConfig
 ) -> Iterator[Batch]:
     """Random crops of the photos of a folder, in batches on the devices, without end."""
-    source = unlabelled([photos])
+    source = unlabeled([photos])
     source = select(source, np.arange(DATA_SET) % len(source))
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
     sharding = meshes.batch_sharding(meshes.make_mesh(meshes.MeshConfig()))
@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument('--alone', choices=['pipeline', 'first-epoch', 'tf.data', 'large'])
     arguments = parser.parse_args()
     size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
-    source = unlabelled([arguments.photos])
+    source = unlabeled([arguments.photos])
     stored = [len(source.read(i)[0]) for i in range(len(source))]
     print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {cores()} cores')
     print(image_decoding.describe_decoder())

@@ -57,7 +57,7 @@ class TrainConfig(Record):
     """
 
     # What is learned from, and by what.
-    data: str | DataFunction  # digits, tfds:NAME, vtab:TASK, FILE.npz|csv|jsonl, a folder, f(split)
+    data: str | DataFunction  # a folder, a file or a name, see docs/data.md; or f(split)
     train_split: str = 'train'  # a part of it, or several: train[:98%], train+validation
     eval_split: str = 'test'  # of the evaluation `test`, where `evals` names no others
     held_out: HeldOut = default(HeldOut)  # for testing, of data without splits

@@ -18,7 +18,7 @@ from vit_jax.base import UserError, atomic_write, counted, make_folder, records,
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.remote import shown
 from vit_jax.cli import app, output
-from vit_jax.data.sources.opening import Opener, make_opener
+from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener
 from vit_jax.evaluation import head
 from vit_jax.evaluation.head import HeadReport
 from vit_jax.experiment import lineage
@@ -146,8 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the program."""
     parser = app.new_parser('evaluate', __doc__)
     parser.add_argument('checkpoint', metavar='CHECKPOINT')
-    text = 'a folder, FILE.csv, FILE.jsonl, FILE.npz, tfds:NAME, digits'
-    parser.add_argument('--data', required=True, metavar='DATA', help=text)
+    parser.add_argument('--data', required=True, metavar='DATA', help=EXPECTED)
     text = "or a slice, such as train[90%%:] (the test split of the checkpoint's run, or test)"
     parser.add_argument('--split', metavar='NAME', help=text)
     text = "labels that replace those of the data, such as ReaL's real.json"

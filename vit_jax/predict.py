@@ -27,7 +27,7 @@ from vit_jax.base import Batch, Float, atomic_write, counted, require, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.sources.folders import unlabelled
+from vit_jax.data.sources.folders import unlabeled
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import batches_on_all_devices
@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     _check_paths(arguments)
     if arguments.output or arguments.features:
         output.outlive_readers()
-    source = unlabelled(arguments.images)
+    source = unlabeled(arguments.images)
     loaded = load(arguments.checkpoint, **app.overrides(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
     unreadable = list[str]()

@@ -25,8 +25,8 @@ from vit_jax.checkpoints.remote import as_path, shown
 from vit_jax.cli import app, output
 from vit_jax.data.loading import reader_for
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.folders import has_images, is_image, unlabelled
-from vit_jax.data.sources.opening import make_opener
+from vit_jax.data.sources.folders import is_image, loose_images, unlabeled
+from vit_jax.data.sources.opening import EXPECTED, make_opener
 from vit_jax.figures import figure as figures
 from vit_jax.figures.figure import NAMES, Figure, Images, Network
 from vit_jax.figures.page import Picture, Section, page
@@ -117,8 +117,8 @@ def _open_images(data: str, split: str | None) -> Source:
     The default split is `test`, or all images if the data have no splits.
     """
     place = pathlib.Path(data)
-    if is_image(data) or (place.is_dir() and has_images(place)):
-        return unlabelled([data])
+    if is_image(data) or (place.is_dir() and loose_images(place)):
+        return unlabeled([data])
     open_split = make_opener()
     if split is None:
         with contextlib.suppress(UserError):  # opening `test` names the fault better
@@ -171,7 +171,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = app.new_parser('visualize', __doc__)
     add = parser.add_argument
     add('checkpoints', metavar='CHECKPOINT', nargs='+')
-    text = 'a folder of photos; or a folder of classes, FILE.csv, FILE.npz, tfds:NAME, digits'
+    text = f'a folder of photos, {EXPECTED}'
     add('--images', required=True, metavar='DATA', help=text)
     text = 'or a slice of it, such as train[90%%:] (test)'
     add('--split', metavar='NAME', help=text)

@@ -30,8 +30,8 @@ def test_a_folder_is_rejected_by_every_reader(tmp_path):
     (path := tmp_path / 'given').mkdir()
     one = arrays.array_source(np.zeros((1, 8, 8), np.uint8), np.zeros(1, int), ['a'], name='one')
     for read in (
-        lambda: tables.table_splits(str(path)),
-        lambda: base.relabelled(one, str(path)),
+        lambda: tables.open_splits(str(path)),
+        lambda: base.relabeled(one, str(path)),
         lambda: array_files.read_array_file(path),
         lambda: read_json_lines(path),
         lambda: write_json(path, {}),

@@ -13,7 +13,7 @@ from vit_jax.data import image_decoding
 from vit_jax.data.image_decoding import decode, decode_region
 from vit_jax.data.image_preprocessing import InceptionCrop, decode_and_crop
 from vit_jax.data.loading import ExampleRef, ImageReader
-from vit_jax.data.sources.base import labelled_source
+from vit_jax.data.sources.base import labeled_source
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 NOISE = np.random.default_rng(0).integers(0, 256, (12, 17, 3))
@@ -152,7 +152,7 @@ def test_a_file_is_read_to_its_end_until_it_is_known_to_be_whole(on_unreadable, 
     """Known from the first epoch, where an unreadable image ends the training."""
     with_decoder(True)
     short = encoded(quality=95)[:-300]
-    source = labelled_source([short], [0], ['a'], read=lambda stored: stored)
+    source = labeled_source([short], [0], ['a'], read=lambda stored: stored)
     crop = InceptionCrop(area=(0.05, 0.1))
     reader = ImageReader(source, crop, SIZE, True, on_unreadable=on_unreadable)
     read = []

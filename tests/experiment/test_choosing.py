@@ -40,6 +40,7 @@ def test_a_device_needs_memory_for_all_that_an_optimizer_keeps():
     activations = least - 3 * array  # parameters, gradient, momentum
     for needed, optimizer, changes in [
         (4 * array + activations, 'adamw', {}),
+        (3 * array + activations, 'adafactor', {}),
         (4 * array + activations, 'sgd', {'polyak_decay': 0.999}),
         (4 * array // 8 + activations, 'adamw', {'fsdp': 8}),
         (4 * array + activations // 2 + 1, 'sgd', {'accumulation_steps': 2}),

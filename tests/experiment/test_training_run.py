@@ -23,7 +23,7 @@ from vit_jax.config import EvalConfig
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.data.sources.folders import unlabelled
+from vit_jax.data.sources.folders import unlabeled
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.evaluation import head
 from vit_jax.evaluation.episodes import EpisodesConfig
@@ -361,7 +361,7 @@ def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
 
 def test_a_batch_of_few_images_to_predict_is_no_larger_than_they_are(photos):
     loaded = networks.loaded(tiny.model())
-    reader = head.reader_for(loaded, unlabelled([str(photos)]))
+    reader = head.reader_for(loaded, unlabeled([str(photos)]))
     for size, rows in (8, 8), (10**6, 32):
         batches = batches_on_all_devices(reader, size).read(reader)
         assert len(next(batches)['images']) == rows

@@ -49,7 +49,7 @@ from vit_jax.training.losses import (
     targets_of,
 )
 from vit_jax.training.masked_patches import for_patches, make_patch_sums
-from vit_jax.training.optimizer import make_optimizer, make_schedule
+from vit_jax.training.optimizer import count_moments, make_optimizer, make_schedule
 from vit_jax.training.rules import make_rules
 from vit_jax.training.update import TrainState
 
@@ -275,7 +275,7 @@ def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) ->
     """Returns the bytes of a device next to the training state; inf if unknown, as on CPUs."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
     extra = config.polyak_decay is not None, config.accumulation_steps > 1
-    numbers = 3 + sum((config.optimizer.kind == 'adamw', *extra))  # float32, per parameter
+    numbers = 2 + count_moments(config.optimizer) + sum(extra)  # float32, per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
     return float(limit) - 4 * numbers * parameter_count(model) // split
 

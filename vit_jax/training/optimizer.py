@@ -151,6 +151,13 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
             assert_never(other)
 
 
+def count_moments(config: OptimizerConfig) -> int:
+    """Returns how many numbers the optimizer keeps for each parameter of a large matrix."""
+    matrix = jax.ShapeDtypeStruct((1024, 1024), np.float32)
+    state = jax.eval_shape(_moments(config).init, {'kernel': matrix})
+    return sum(leaf.size for leaf in jax.tree.leaves(state)) // matrix.size
+
+
 def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransformation:
     """Second moments as rows and columns, no scaling by parameters, momentum added again."""
 

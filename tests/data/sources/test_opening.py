@@ -146,9 +146,9 @@ def test_what_begins_with_a_dot_is_left_out_everywhere(root):
     write_image(root / 'train' / '.cache' / '0.png')
     write_image(root / '.val' / 'cat' / '0.png')
     assert len(opening.make_opener()(str(root), 'train')) == 12
-    assert len(folders.unlabelled([str(root)])) == 12 + 4
+    assert len(folders.unlabeled([str(root)])) == 12 + 4
     hidden = root / '.val'  # but for what is asked for
-    assert described(folders.unlabelled([str(hidden)])) == [str(hidden / 'cat' / '0.png')]
+    assert described(folders.unlabeled([str(hidden)])) == [str(hidden / 'cat' / '0.png')]
 
 
 def test_a_link_to_no_file_is_an_image_that_cannot_be_read(root):

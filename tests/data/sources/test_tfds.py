@@ -214,8 +214,8 @@ def test_stamps_of_a_prepared_set_tell_of_another_label_or_size(tmp_path):
     images = [*zip(ENCODED[:4], [0, 1, 2, 1], strict=True)]
     first, same = sizes('a', images), sizes('b', images)
     np.testing.assert_array_equal(first, same)
-    relabelled = sizes('c', [*images[:3], (ENCODED[3], 0)])[1]
-    assert (relabelled != first[1]).tolist() == [False, False, False, True]
+    relabeled = sizes('c', [*images[:3], (ENCODED[3], 0)])[1]
+    assert (relabeled != first[1]).tolist() == [False, False, False, True]
     replaced = sizes('d', [*images[:3], (ENCODED[3] + b' more', 1)])
     assert (replaced[0] != first[0]).all()
     assert (replaced[1] != first[1]).tolist() == [False, False, False, True]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.base import UserError, require, usable
-from vit_jax.data.sources.base import Source, Splits, labelled_source
+from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source
 
 _MOST_CLASSES = 100_000  # of labels without names; more than any published set has
 
@@ -47,7 +47,7 @@ def array_source(
         there = '0 or 1 for each class' if multi_label else f'{top} classes, 0 to {top - 1}'
         which = f'label {labels[tuple(wrong[0])]} of image {wrong[0][0]} is out of range'
         raise UserError(f'{name}: {which}: there are {there} ({len(wrong)} such labels)')
-    return labelled_source(
+    return labeled_source(
         range(len(images)),
         labels,
         class_names,
@@ -57,7 +57,18 @@ def array_source(
     )
 
 
-def digits_splits() -> Splits:
+def _recognizes(data: str) -> bool:
+    return data == 'digits' or data.endswith('.npz')
+
+
+def _open_splits(data: str) -> Splits:
+    return _digits_splits() if data == 'digits' else _npz_splits(data)
+
+
+KIND = SourceKind("'digits', FILE.npz", _recognizes, _open_splits)
+
+
+def _digits_splits() -> Splits:
     """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is in `test`."""
     # Found, not imported: all of scikit-learn and scipy would be, which takes a second and a half.
     package = importlib.util.find_spec('sklearn')
@@ -74,7 +85,7 @@ def digits_splits() -> Splits:
     return {split: functools.partial(open_split, split) for split in ('train', 'test')}
 
 
-def npz_splits(path: str) -> Splits:
+def _npz_splits(path: str) -> Splits:
     """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`."""
     with _open(path) as file:
         names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
@@ -93,9 +104,8 @@ def npz_splits(path: str) -> Splits:
 
 @contextlib.contextmanager
 def _open(path: str) -> Iterator[Any]:
-    require(zipfile.is_zipfile(path), f'{path}: not a whole .npz file, which is a zip archive')
     expected = 'an .npz file of arrays without Python objects'
-    with usable(path, expected), np.load(path, allow_pickle=False) as file:
+    with usable(path, expected), zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
         yield file
 
 

@@ -16,7 +16,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -87,7 +87,16 @@ Splits = dict[str, Callable[[], Source]]  # a function that opens it, for each s
 DataFunction = Callable[[str], Source]
 
 
-def labelled_source(
+class SourceKind(NamedTuple):
+    """A kind of stored data. To add one, write its file with a KIND, and name it in opening.py."""
+
+    expected: str  # what `config.data` may be, for messages and help
+    recognizes: Callable[[str], bool]  # whether `config.data` is of this kind
+    open_splits: Callable[..., Splits]  # of `config.data`; with columns, also of the labels' one
+    has_label_columns: bool = False  # whether another column may have the labels
+
+
+def labeled_source(
     images: Sequence[Any],
     labels: Sequence[int] | np.ndarray,
     class_names: Sequence[str],
@@ -261,7 +270,7 @@ def relative_names(names: Sequence[str], data: str) -> list[str]:
     return [n[start:] if n.startswith(inner) else n.removeprefix(outer) for n in names]
 
 
-def relabelled(source: Source, path: str) -> Source:
+def relabeled(source: Source, path: str) -> Source:
     """Returns the images with the labels of a JSON file, multi-label, over the same classes.
 
     The file has a list of class numbers for each image, in one of two forms: a list in the order of
@@ -317,7 +326,7 @@ def _find_key(name: pathlib.PurePath, entries: dict[str, object], path: str) -> 
     raise UserError(f'{path}: no entry for {name}')
 
 
-def drop_unlabelled(source: Source) -> Source:
+def drop_unlabeled(source: Source) -> Source:
     """Leaves out the images without a class, which an evaluation cannot count."""
     if not source.multi_label:
         return source

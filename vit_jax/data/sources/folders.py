@@ -10,10 +10,11 @@ from vit_jax.base import MissingFile, UserError, counted, refuse, require
 from vit_jax.data.image_decoding import formats_by_ending
 from vit_jax.data.sources.base import (
     Source,
+    SourceKind,
     Splits,
     canonical_name,
     class_order,
-    labelled_source,
+    labeled_source,
     shuffle_once,
     warn_once,
 )
@@ -26,7 +27,7 @@ _SYSTEM_FOLDERS = frozenset(
 )
 
 
-def folder_splits(root: str) -> Splits:
+def open_splits(root: str) -> Splits:
     """Opens ROOT/train/CLASS and so on as splits, and a ROOT of classes as one split, `all`.
 
     Images may lie deeper within a class. Class names are the names of the folders, in the order of
@@ -50,6 +51,9 @@ def folder_splits(root: str) -> Splits:
         return files_by_class(folders[split], faults)
 
     return {split: functools.partial(open_split, split) for split in folders}
+
+
+KIND = SourceKind('a folder of train/CLASS/*.jpg or CLASS/*.jpg', os.path.isdir, open_splits)
 
 
 def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
@@ -86,17 +90,17 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
             faults.append(f'{error}: add images, or move it out of the data')
     refuse(faults)
     _warn_of_loose_images(root)
-    return shuffle_once(labelled_source(paths, labels, class_names))
+    return shuffle_once(labeled_source(paths, labels, class_names))
 
 
-def unlabelled(paths: Sequence[str]) -> Source:
+def unlabeled(paths: Sequence[str]) -> Source:
     """These files, and the images of these folders; no classes, and every label is 0."""
     images: list[str] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
             raise MissingFile(f'{path}: no such image or folder')
         images += image_files(path) if path.is_dir() else [str(path)]
-    return labelled_source(images, [0] * len(images), ())
+    return labeled_source(images, [0] * len(images), ())
 
 
 def image_files(path: pathlib.Path) -> list[str]:
@@ -154,18 +158,14 @@ def folder_names(path: pathlib.Path) -> list[str]:
     return class_order(filter(_is_visible, next(os.walk(path, onerror=_raise))[1]))
 
 
-def has_images(path: pathlib.Path) -> bool:
-    """Whether images lie directly in a folder."""
-    return bool(_loose_images(path))
-
-
-def _loose_images(path: pathlib.Path) -> list[str]:
+def loose_images(path: pathlib.Path) -> list[str]:
+    """Returns the names of the images directly in a folder."""
     names = next(os.walk(path, onerror=_raise))[2]
     return [name for name in names if _is_visible(name) and is_image(name)]
 
 
 def _warn_of_loose_images(folder: pathlib.Path) -> None:
     """Warns of images next to the folders of classes."""
-    if images := _loose_images(folder):
+    if images := loose_images(folder):
         count = counted(len(images), 'image')
         warn_once(f'{folder}: {count} in no folder of a class left out, such as {min(images)}')

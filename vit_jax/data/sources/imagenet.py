@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, usable
-from vit_jax.data.sources.base import Source, Splits, labelled_source, shuffle_once
+from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
@@ -25,14 +25,14 @@ _WHOLE = 'a whole tar file, as it is distributed'
 KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
 
 
-def holds(root: str) -> bool:
+def _recognizes(root: str) -> bool:
     """Whether a folder holds ImageNet in an original form. (`val/CLASS/` is an ordinary folder.)"""
     path = pathlib.Path(root)
     tars = (path / TRAIN_TAR).is_file() or (path / VAL_TAR).is_file()
     return tars or any(path.glob('val/ILSVRC2012_val_*.JPEG'))
 
 
-def folder_splits(root: str) -> Splits:
+def _open_splits(root: str) -> Splits:
     """`train` and `val`, if present; a tar file is preferred to a folder.
 
     Opening `val` raises UserError if its labels are missing.
@@ -46,6 +46,9 @@ def folder_splits(root: str) -> Splits:
         if path := _first_of(*(pathlib.Path(root, name) for name in by_name)):
             splits[split] = functools.partial(by_name[path.name], path)
     return splits
+
+
+KIND = SourceKind("a folder of ImageNet's own files", _recognizes, _open_splits)
 
 
 def _first_of(*paths: pathlib.Path) -> pathlib.Path | None:
@@ -92,7 +95,7 @@ def _tar_source(
     class_names: Sequence[str],
 ) -> Source:
     descriptor = os.open(path, os.O_RDONLY)  # which threads read by `pread`
-    source = labelled_source(
+    source = labeled_source(
         members,
         labels,
         class_names,
@@ -106,7 +109,7 @@ def _tar_source(
 def _open_val_folder(path: pathlib.Path) -> Source:
     paths = image_files(path)
     labels, class_names = _val_labels([os.path.basename(file) for file in paths], path.parent)
-    return shuffle_once(labelled_source(paths, labels, class_names))
+    return shuffle_once(labeled_source(paths, labels, class_names))
 
 
 def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, list[str]]:

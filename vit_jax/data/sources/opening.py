@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import importlib
 import os
 from collections.abc import Callable
 
@@ -13,20 +14,26 @@ from vit_jax.base import records, require, storage
 from vit_jax.base.array_types import Bool
 from vit_jax.base.errors import MissingFile, UserError, counted, refuse
 from vit_jax.base.storage import usable
-from vit_jax.data.sources import arrays, folders, imagenet, tables, tfds, vtab
 from vit_jax.data.sources.base import (
     DataFunction,
     Source,
+    SourceKind,
     Splits,
-    drop_unlabelled,
+    drop_unlabeled,
     keep_classes,
-    relabelled,
+    relabeled,
     relative_names,
     select,
     take_split,
     warn_once,
 )
 
+# The first that recognizes the data opens it; `folders` takes what is a folder and no other kind.
+_NAMES = 'arrays', 'tfds', 'vtab', 'tables', 'imagenet', 'folders'
+KINDS: tuple[SourceKind, ...] = tuple(
+    importlib.import_module(f'vit_jax.data.sources.{name}').KIND for name in _NAMES
+)
+EXPECTED = ', '.join(kind.expected for kind in KINDS)
 # The split `test` is the first of these that the data has.
 TEST_NAMES = 'test', 'testing', 'val', 'validation', 'valid'
 _CUT = (
@@ -34,10 +41,6 @@ _CUT = (
     "--config.eval_split='train[90%:]'; in vit_jax.evaluate --split=train"
 )
 _BALANCED = 100  # images; of a class of at most so many exactly the fraction is held out
-_EXPECTED = (
-    '; expected a folder that holds train/CLASS/*.jpg or CLASS/*.jpg, FILE.csv, FILE.jsonl, '
-    "FILE.npz, tfds:NAME, vtab:TASK, or 'digits'"
-)
 _REMOTE = (
     'images on a store are not read from there: copy them to a disk of every host (gcloud storage '
     'rsync -r), or mount the bucket read-only (gcsfuse -o ro --implicit-dirs), and name that folder'
@@ -65,28 +68,26 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
       data: One of the kinds of `open_splits`, or a function from the name of a split to a Source.
       split: A name and perhaps a slice, `train[:90%]` or `test[100:200]`: of files a random sample
         with a fixed seed; or several, `train[:800]+validation[:200]`.
-      labels: A JSON file (see `relabelled`) or a column of TFDS data that replaces the labels.
+      labels: A JSON file (see `relabeled`) or a column of TFDS data that replaces the labels.
         Images without a class are left out, with a warning.
       classes: The names of the classes whose images are kept; all if empty.
     """
 
-    @functools.cache
-    def open_all(data: str, label_column: str | None) -> Splits:
-        return open_splits(data, held_out, label_column=label_column)
+    open_all = functools.cache(functools.partial(open_splits, held_out=held_out))
 
     @functools.cache
     def open_whole(data: str | DataFunction, labels: str | None, name: str) -> Source:
         column = None if labels is None or labels.endswith('.json') else labels
         if isinstance(data, str):
             with usable(data):
-                splits = open_all(data, column)
+                splits = open_all(data, label_column=column)
                 source = splits[_find_split(name, splits, data)]()
         else:
             require(column is None, f'labels={labels!r}: expected FILE.json for data of a function')
             source = data(name)
             call = f'{records.text_of(data)}({name!r})'
             require(isinstance(source, Source), f'{call} is no Source: {source!r}')
-        return source if labels is None or column else relabelled(source, labels)
+        return source if labels is None or column else relabeled(source, labels)
 
     @functools.cache
     def open_part(
@@ -95,7 +96,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
         name, request = records.text_of(data), split
         source = take_split(split, functools.partial(open_whole, data, labels), of=name)
         if labels is not None:  # after the slice, so that a split names the same images
-            source, request = drop_unlabelled(source), f'{split} with {labels}'
+            source, request = drop_unlabeled(source), f'{split} with {labels}'
         for one in classes:
             if one not in source.class_names:
                 nearest = records.nearest(one, source.class_names)
@@ -123,33 +124,17 @@ def open_splits(
 ) -> Splits:
     """Returns the splits of a data set by name, each a function that opens it.
 
-    `data` is `digits`; a `.npz`, `.csv` or `.jsonl` file; a folder (of splits, of classes, the
-    ImageNet tree or its tar files, a data set that TFDS prepared); `tfds:NAME`; or `vtab:TASK`.
-    TFDS's sets alone have columns of labels. Data without splits is `all`, and of that `train` and
-    `test` as `held_out` says.
+    `data` is of one of the KINDS. Data without splits is `all`, and of that `train` and `test` as
+    `held_out` says. `label_column` is another column that has the labels, if the kind has columns.
     """
     require(not storage.is_remote(data), f'data={data!r}: {_REMOTE}')
-    if data == 'digits' and label_column is None:
-        return arrays.digits_splits()
-    if data.startswith('tfds:'):
-        return tfds.folder_splits(tfds.named_folder(data.removeprefix('tfds:')), label_column)
-    if tfds.holds(data):
-        return tfds.folder_splits(data, label_column)
-    column = f'labels={label_column!r}: expected FILE.json'
-    require(label_column is None, f'{column}; {data} is no data of TFDS')
-    if data.startswith('vtab:'):
-        return vtab.task_splits(data.removeprefix('vtab:'))
-    if not os.path.exists(data):
-        kind = 'file' if data.endswith(('.npz', '.csv', '.jsonl')) else 'folder'
-        raise MissingFile(f'data={data!r}: no such {kind}{_EXPECTED}')
-    if data.endswith('.npz'):
-        return arrays.npz_splits(data)
-    if data.endswith(('.csv', '.jsonl')):
-        return _with_held_out(tables.table_splits(data), held_out or HeldOut(), data)
-    require(os.path.isdir(data), f'data={data!r}: is no folder{_EXPECTED}')
-    if imagenet.holds(data):
-        return imagenet.folder_splits(data)
-    return _with_held_out(folders.folder_splits(data), held_out or HeldOut(), data)
+    kind = next((kind for kind in KINDS if kind.recognizes(data)), None)
+    if kind is None:
+        raise MissingFile(f'data={data!r}: no such folder; expected {EXPECTED}')
+    columns = () if label_column is None else (label_column,)
+    unused = f'labels={label_column!r}: expected FILE.json; {data} has no columns of labels'
+    require(kind.has_label_columns or not columns, unused)
+    return _with_held_out(kind.open_splits(data, *columns), held_out or HeldOut(), data)
 
 
 def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:

@@ -19,9 +19,10 @@ import numpy as np
 from vit_jax.base import UserError, refuse, require, usable
 from vit_jax.data.sources.base import (
     Source,
+    SourceKind,
     Splits,
     class_order,
-    labelled_source,
+    labeled_source,
     multi_hot,
     shuffle_once,
 )
@@ -36,7 +37,7 @@ class _Row(NamedTuple):
     split: str
 
 
-def table_splits(path: str) -> Splits:
+def open_splits(path: str) -> Splits:
     """Opens the splits of a table, or `all` if it has no column `split`.
 
     Class names are sorted, as numbers if all are.
@@ -60,11 +61,13 @@ def table_splits(path: str) -> Splits:
         chosen = [row for row in rows if row.split == split]
         paths = [str(file.parent / row.path) for row in chosen]
         classes = [[number_of[name] for name in row.classes] for row in chosen]
-        single = not rows[0].multi_label
-        labels = np.ravel(classes) if single else multi_hot(classes, len(class_names))
-        return shuffle_once(labelled_source(paths, labels, class_names))
+        labels = multi_hot(classes, len(number_of)) if rows[0].multi_label else np.ravel(classes)
+        return shuffle_once(labeled_source(paths, labels, class_names))
 
     return {split or 'all': functools.partial(open_split, split) for split in splits}
+
+
+KIND = SourceKind('FILE.csv or .jsonl', lambda data: data.endswith(('.csv', '.jsonl')), open_splits)
 
 
 def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:

@@ -17,9 +17,9 @@ import google_crc32c
 import numpy as np
 
 from vit_jax.base import Int, UserError, records, usable
-from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, multi_hot
+from vit_jax.data.sources.base import EncodedImage, Label, Source, SourceKind, Splits, multi_hot
 
-INFO = 'dataset_info.json'
+_PREFIX, INFO = 'tfds:', 'dataset_info.json'
 # A record of a TFRecord file is its length (8 bytes), a checksum of the length, its bytes, and a
 # checksum of these; both are masked CRC-32C.
 _HEADER = struct.Struct('<QI')
@@ -34,9 +34,8 @@ class LabelReader(NamedTuple):
     multi_label: bool = False
 
 
-def holds(root: str) -> bool:
-    """Whether it is a folder that TFDS prepared, `NAME/VERSION`."""
-    return os.path.isfile(os.path.join(root, INFO))
+def _recognizes(data: str) -> bool:
+    return data.startswith(_PREFIX) or os.path.isfile(os.path.join(data, INFO))
 
 
 def named_folder(full_name: str) -> str:
@@ -71,13 +70,14 @@ def _library() -> Any:
     return tensorflow_datasets
 
 
-def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
-    """Returns the splits of a prepared folder.
+def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
+    """Returns the splits of `tfds:NAME`, or of a folder that TFDS prepared, `NAME/VERSION`.
 
     `label` is a column, or computes the labels of the others; without it they are those of the
     column `label`, or of `labels` (multi-label), or of the only column of one of the two kinds.
     Raises UserError for unknown file formats and columns.
     """
+    root = named_folder(data.removeprefix(_PREFIX)) if data.startswith(_PREFIX) else data
     library = _library()
     with usable(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
         builder = library.builder_from_directory(root)
@@ -103,7 +103,7 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
                 return info.features.deserialize_example_np(read_record(index), decoders=decoders)
 
         name = f'tfds:{info.full_name}/{split}'
-        image, labels = _find_columns(info.features, name, label)
+        image, labels = _find_columns(info.features, images, name, label)
         read = functools.partial(_read_image, read_example, image, labels, name)
         return Source(
             count=len(sizes),
@@ -116,6 +116,9 @@ def folder_splits(root: str, label: str | LabelReader | None = None) -> Splits:
         )
 
     return {split: functools.partial(open_split, split) for split in info.splits}
+
+
+KIND = SourceKind('tfds:NAME', _recognizes, open_splits, has_label_columns=True)
 
 
 def _read_image(
@@ -141,11 +144,10 @@ def _read_image(
 
 
 def _find_columns(
-    features: Any, split: str, label: str | LabelReader | None
+    features: Any, images: Sequence[str], split: str, label: str | LabelReader | None
 ) -> tuple[str, LabelReader]:
-    """Returns the column of images, and the reader of labels."""
+    """Returns the column of images, among the given ones, and the reader of labels."""
     kinds = _library().features
-    images = [n for n, kind in features.items() if isinstance(kind, kinds.Image)]
     single = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
     lists = [n for n, kind in features.items() if isinstance(kind, kinds.Sequence)]
     multi = [n for n in lists if isinstance(features[n].feature, kinds.ClassLabel)]

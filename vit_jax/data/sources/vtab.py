@@ -16,7 +16,7 @@ import numpy as np
 
 from vit_jax.base import UserError, records
 from vit_jax.data.image_decoding import decode
-from vit_jax.data.sources import tfds
+from vit_jax.data.sources import base, tfds
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, take_split, warn_once
 from vit_jax.data.sources.tfds import Example, LabelReader
 
@@ -104,24 +104,27 @@ TASKS = {
 }
 
 
-def task_splits(name: str) -> Splits:
-    """The splits of a task. Raises UserError for an unknown one, and where its set is not there."""
+def _open_splits(data: str) -> Splits:
+    """Opens the splits of `vtab:TASK`. Raises UserError if the task or its data do not exist."""
+    name = data.removeprefix('vtab:')
     if name not in TASKS:
-        raise UserError(f'vtab:{name}: no such task; {records.nearest(name, TASKS)}')
+        raise UserError(f'{data}: no such task; {records.nearest(name, TASKS)}')
     task = TASKS[name]
-    splits = tfds.folder_splits(_folder(name, task), task.label)
+    splits = tfds.open_splits(_folder(name, task), task.label)
 
     def whole(split: str) -> Source:
         if split not in splits:
-            raise UserError(f'vtab:{name}: {task.data} has no split {split!r}')
+            raise UserError(f'{data}: {task.data} has no split {split!r}')
         source = splits[split]()
         return _brightened(source) if task.data == 'dsprites' else source
 
     parts = {'train': task.train, 'validation': task.validation, 'test': task.test}
-    of = f'vtab:{name}'
     return {
-        split: functools.partial(take_split, part, whole, of=of) for split, part in parts.items()
+        split: functools.partial(take_split, part, whole, of=data) for split, part in parts.items()
     }
+
+
+KIND = base.SourceKind('vtab:TASK', lambda data: data.startswith('vtab:'), _open_splits)
 
 
 def _folder(name: str, task: Task) -> str:

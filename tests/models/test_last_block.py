@@ -23,11 +23,11 @@ SELDOM = [
     'of, compute',
     [
         ({}, {}),
-        ({}, {'layout': 'flat', 'attention': 'xla', 'unroll': 3}),
         *(pytest.param(of, {}, marks=pytest.mark.full) for of in SELDOM),
         *(
             pytest.param({}, compute, marks=pytest.mark.full)
             for compute in (
+                {'layout': 'flat', 'attention': 'xla', 'unroll': 3},
                 {'layout': 'batched', 'attention': 'xla', 'remat': 'dots'},
                 {'attention': 'blockwise', 'unroll': 2, 'remat': 'block'},
             )

@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -32,15 +34,22 @@ def loss_sums_of(model):
     )
 
 
-def step(batch, *, parts=1, dropout=0.0):
-    """The state and metrics after an SGD step on a batch, from random parameters."""
+@functools.cache
+def start(parts, dropout):
+    """A state with random parameters, and its compiled SGD step."""
     model = build(tiny.model(), regularization=Regularization(dropout=dropout))
     optimizer = optax.sgd(0.1)
     state = jax.jit(make_init(model.init, optimizer, seed=0, averaged=False))()
     state = state._replace(params=tiny.random_params(state.params))
     schedule = optax.constant_schedule(0.1)
     update = make_update(loss_sums_of(model), optimizer, schedule, accumulation_steps=parts)
-    return jax.jit(update)(state, batch)
+    return state, jax.jit(update)
+
+
+def step(batch, *, parts=1, dropout=0.0):
+    """The state and metrics after a step on a batch."""
+    state, update = start(parts, dropout)
+    return update(state, batch)
 
 
 @pytest.mark.full

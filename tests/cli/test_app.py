@@ -1,5 +1,6 @@
 """What the programs take and say."""
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -15,8 +16,7 @@ import pytest
 
 import vit_jax
 from tests.test_architecture import DOORS
-from vit_jax import finetune
-from vit_jax.__main__ import programs
+from vit_jax import __main__, finetune
 from vit_jax.base.errors import UserError
 from vit_jax.cli import app, config_flags
 from vit_jax.distributed.processes import Job
@@ -140,12 +140,8 @@ def test_a_warning_is_one_line_with_its_level(monkeypatch, capsys):
     assert capsys.readouterr().err == 'warning: careful\n'
 
 
-def vit_jax_program(*words):
-    command = [sys.executable, '-m', 'vit_jax', *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_programs_are_listed_without_jax_and_started_by_name():
+@pytest.mark.filterwarnings('ignore:.*found in sys.modules')
+def test_the_programs_are_listed_without_jax_and_started_by_name(monkeypatch, capsys):
     listed = """
 import runpy, sys
 sys.argv[1:] = []
@@ -161,14 +157,20 @@ assert 'jax' not in sys.modules
     assert [name for name, _ in lines] == sorted(files - {'__init__', '__main__', *DOORS})
     docstring = importlib.import_module('vit_jax.train').__doc__
     assert docstring.startswith(dict(lines)['train'])
-    assert '--topology' in vit_jax_program('plan', '--help').stdout
-    assert vit_jax_program('--version').stdout.startswith(f'vit_jax {vit_jax.__version__}')
-    unknown = vit_jax_program('trian')
-    assert unknown.returncode == 2 and "'train'" in unknown.stderr
+    for words, code, text in (
+        (['plan', '--help'], 0, '--topology'),
+        (['--version'], None, f'vit_jax {vit_jax.__version__}\n'),
+        (['trian'], 2, "'train'"),
+    ):
+        monkeypatch.setattr(sys, 'argv', ['vit_jax', *words])
+        with pytest.raises(SystemExit) if code is not None else contextlib.nullcontext() as ended:
+            __main__.main()
+        assert text in ''.join(capsys.readouterr())
+        assert code is None or ended.value.code == code
 
 
 def test_help_names_every_flag_of_every_program_with_its_meaning():
-    for name in programs():
+    for name in __main__.programs():
         parser = importlib.import_module(f'vit_jax.{name}').make_parser()
         assert type(parser) is type(app.new_parser('', '')), f'{name}: errors are not one line'
         flags = [action for action in parser._actions if action.option_strings]

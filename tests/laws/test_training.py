@@ -60,7 +60,7 @@ def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize(
     'processes, devices, mesh',
-    [(1, 8, {}), (1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})],
+    [(1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})],
 )
 def test_losses_do_not_depend_on_devices_and_processes(processes, devices, mesh, whole, tmp_path):
     values = {f'mesh.{name}': value for name, value in mesh.items()}

@@ -20,11 +20,9 @@ IMAGES = {'JFT-300M': 303_000_000, 'tfds:imagenet21k': 12_743_321}  # else Image
 
 
 @pytest.mark.parametrize('path', golden.FILES, ids=lambda path: path.stem)
-def test_a_config_says_where_it_is_from_and_how_it_is_run(path):
+def test_a_config_says_how_it_is_run(path):
     header = ast.get_docstring(ast.parse(path.read_text()))
     assert f'--config={path.relative_to(golden.ROOT)}' in header
-    if path.parent.name in ('pretrain', 'finetune') and path.stem not in ('cifar10', 'transfer'):
-        assert all(word in header for word in ('Paper:', 'Result', 'Cost'))
 
 
 def test_a_changed_value_is_seen():

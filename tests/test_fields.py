@@ -183,6 +183,7 @@ def test_another_value_is_another_program_or_batch(field, value, config):
     assert any(one != other for one, other in itertools.zip_longest(after, before(config)))
 
 
+@pytest.mark.full
 def test_the_same_values_are_the_same_programs_and_batches():
     """Of what is compared above: nothing in it is new each time."""
     assert [*effects(base())] == [*effects(base())]
@@ -199,8 +200,8 @@ def test_the_same_values_are_the_same_programs_and_batches():
         (Hints, {'grid': (0, -3)}, 'grid'),
         (tiny.experiment, {'seed': 2**70}, 'seed'),
         (ViTConfig, {'head_bias': float('nan')}, 'head_bias=nan'),
-        (OptimizerConfig, {'frozen': ('(',)}, 'regular expression'),
-        (MeshConfig, {'rules': (('(', ('data',)),)}, 'regular expression'),
+        (OptimizerConfig, {'frozen': ('(',)}, r"'\('"),
+        (MeshConfig, {'rules': (('(', ('data',)),)}, r"'\('"),
     ],
 )
 def test_a_value_without_sense_is_rejected_by_its_field(kind, values, name):

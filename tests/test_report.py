@@ -89,7 +89,7 @@ def test_numbers_alone_have_a_page(tmp_path):
         (tmp_path / 'run' / name).unlink()
     page = page_of(tmp_path, folder)
     assert cells(page)[1] == 'run | at step 30 | 1.5 | 200 | 43.75% | 37.50% | 0:00:00'
-    assert 'No run has a ledger yet.' in page
+    assert '<h2>Where the time went</h2>' in page and page.count('<img') == 5
 
 
 def test_numbers_are_by_kind_name_and_step(tmp_path):

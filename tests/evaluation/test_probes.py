@@ -92,5 +92,5 @@ def test_a_class_that_was_never_seen_is_never_right():
     'values', [{'l2': ()}, {'l2': (1.0, -1.0)}, {'validation_fraction': 0.0}, {'tolerance': 0.0}]
 )
 def test_a_probe_that_cannot_be_fitted_is_refused(values):
-    with pytest.raises(UserError, match=f'LogisticConfig.{next(iter(values))}=.*expected'):
+    with pytest.raises(UserError, match=f'LogisticConfig.{next(iter(values))}='):
         LogisticConfig(**values)

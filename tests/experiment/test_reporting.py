@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_skipped_updates_are_counted_said_and_part_of_no_mean(tmp_path, capsys):
     first, second = (line for line in lines if line['kind'] == 'train')
     assert (first['loss'], first['accuracy'], first['skipped']) == (None, None, 20)
     assert (second['loss'], second['skipped']) == (2.0, 2)
-    assert 'step 25: update skipped: loss nan, gradient_norm 1.0' in capsys.readouterr().out
+    assert re.search('step 25: .*loss nan, gradient_norm 1.0', capsys.readouterr().out)
 
 
 def test_what_is_not_right_or_wrong_has_its_loss_alone():

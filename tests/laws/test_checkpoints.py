@@ -66,7 +66,10 @@ def arguments_named_by(notes):
     return eval(f'dict({", ".join(told)})')  # as a reader would type them
 
 
-@pytest.mark.parametrize('name', REFERENCES)
+FIRST = 'google_vit_token_prelogits', 'hf_vit', 'timm_map'  # each of another system
+
+
+@pytest.mark.parametrize('name', committed_first(reference.HINTS, FIRST))
 def test_every_format_that_holds_a_network_returns_its_logits(name, tmp_path):
     loaded = vit_jax.load(reference.path(name), **reference.HINTS[name])
     images, _ = reference.images_and_logits(name)

@@ -112,9 +112,9 @@ def test_what_does_not_depend_on_the_image_has_no_cka(reference):
 
 def test_too_few_or_other_images_are_refused():
     x = RNG.normal(size=(2, 3, 5))
-    with pytest.raises(UserError, match='CKA of 3 images in a minibatch: .* 4 or more'):
+    with pytest.raises(UserError, match=' 3 images'):
         cka.minibatch_cka(x, x)
-    with pytest.raises(UserError, match='x has 2 minibatches of 3 images, y 1 of 3: expected'):
+    with pytest.raises(UserError, match='x .* 2 .* 3 .*y 1 of 3'):
         cka.minibatch_cka(x, x[:1])
-    with pytest.raises(UserError, match='x has 0 minibatches'):
+    with pytest.raises(UserError, match='x .* 0 '):
         cka.minibatch_cka(x[:0], x[:0])

@@ -60,9 +60,13 @@ def test_each_implementation_has_the_result_and_gradient_of_the_definition(
         return by_definition(query, key, value, offsets)
 
     def with_gradient(function):
-        return jax.grad(lambda *x: function(*x).std(), (0, 1, 2, 3)[: len(arguments)])(*arguments)
+        def total(*x):
+            mixed = function(*x)
+            return mixed.std(), mixed
 
-    np.testing.assert_allclose(attend(*arguments), defined(*arguments), atol=1e-6)
+        places = (0, 1, 2, 3)[: len(arguments)]
+        return jax.jit(jax.grad(total, places, has_aux=True))(*arguments)
+
     found, expected = map(jax.tree.leaves, (with_gradient(attend), with_gradient(defined)))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
@@ -138,7 +142,7 @@ def test_a_kernel_of_cudnn_that_does_not_compile_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')  # this machine has no cuDNN
     attention.supports_cudnn.cache_clear()
     assert not attention.supports_cudnn(5, 4, 8, 'bfloat16')
-    assert 'cuDNN attention does not compile (5 tokens)' in caplog.text
+    assert 'cuDNN' in caplog.text and '5 tokens' in caplog.text
     attention.supports_cudnn.cache_clear()
 
 
@@ -167,14 +171,13 @@ def with_gradients(implementation, mesh, arguments):
     'length, shape',
     [
         (5, (1, 1, 1)),  # one block that is filled up
-        pytest.param(200, (2, 2, 2), marks=pytest.mark.full),  # two, on eight devices
+        pytest.param(1025, (2, 2, 2), marks=pytest.mark.full),  # two, on eight devices
         pytest.param(5, (8, 1, 1), marks=pytest.mark.full),  # more devices than examples
         pytest.param(5, (1, 1, 8), marks=pytest.mark.full),  # more devices than heads
     ],
 )
 @pytest.mark.usefixtures('interpreted')
-def test_splash_gives_what_xla_does_on_every_mesh(length, shape, monkeypatch):
-    monkeypatch.setattr(attention, '_BLOCK', 128)
+def test_splash_gives_what_xla_does_on_every_mesh(length, shape):
     arguments = [*jax.random.normal(jax.random.key(0), (3, 4, length, 2, 12))]
     found, mixed = with_gradients('splash', mesh_of(*shape), arguments)
     expected, same = with_gradients('xla', mesh_of(1), arguments)

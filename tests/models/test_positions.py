@@ -40,7 +40,7 @@ def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
     fixed, learned = build(config), build(tiny.model(pool=pool, image_size=(8, 12)))
     params = tiny.random_params(jax.eval_shape(fixed.init, jax.random.key(0)))
     images = tiny.images(config=config)
-    expected = fixed.apply(params, images)
+    expected = jax.jit(fixed.apply)(params, images)
     table = position_array(config, params)
     assert table.dtype == np.float32 and table.shape == (1, config.num_tokens, config.width)
     patches = config.grid[0] * config.grid[1]
@@ -52,7 +52,7 @@ def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
         expected_rows = [np.concatenate([x[c], y[r]]) for r, c in np.ndindex(config.grid)]
         np.testing.assert_array_equal(table[0, -patches:], expected_rows)
     np.testing.assert_array_equal(
-        learned.apply(params | {'pos_embedding': table}, images), expected
+        jax.jit(learned.apply)(params | {'pos_embedding': table}, images), expected
     )
 
 
@@ -68,7 +68,7 @@ def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
     config = tiny.model(positions=kind, positions_at=at, registers=2, depth=2)
     model, params = tiny.built(config)
     names = 'embedding', 'tokens', 'attention/residual'
-    seen = model.capture(params, tiny.images(), names)[1]
+    seen = jax.jit(model.capture, static_argnums=2)(params, tiny.images(), names)[1]
     before = np.stack([seen['embedding'], seen['tokens'][0]])
     added = np.asarray(seen['attention/residual'][0] - before)
     for layer in range(config.depth):

@@ -51,7 +51,7 @@ def test_parameter_counts_are_the_published_ones_to_the_digit(name):
 
 def quick_or_full(row):
     """The deep ResNets and hybrids take seconds each to trace."""
-    large = row[0].startswith(('R101', 'R152', 'R200', 'R50+L'))
+    large = row[0].startswith(('R101', 'R152', 'R200', 'R50+L', 'R50x2'))
     return pytest.param(*row, marks=[pytest.mark.full] * large)
 
 

@@ -18,7 +18,7 @@ def test_an_override_replaces_the_unit_and_an_assignment_adds_one():
     with pytest.raises(ValueError, match='epochs'):
         duration.epoch = 2.0
     duration.steps = 5
-    with pytest.raises(ValueError, match='config.total: .* got steps, epochs'):
+    with pytest.raises(ValueError, match='config.total: .* steps, epochs'):
         records.checked(duration, where='config.total')
 
 

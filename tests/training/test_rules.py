@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,18 +29,27 @@ def lr_multipliers(**changes):
     return tree_names.named_leaves(rules(**changes).lr_multipliers)
 
 
+def slope_of(made):
+    """The gradient of the sum of all parameters."""
+    return jax.grad(
+        lambda p: sum(leaf.sum() for leaf in jax.tree.leaves(made.stop_frozen_gradients(p)))
+    )
+
+
 def moved(steps=1, **changes):
     """How far each parameter is moved by gradients of 1 at rate 1, without moments."""
     config = OptimizerConfig(**(changes if 'kind' in changes else PLAIN | changes))
     made = make_rules(config, SHAPES)
     optimizer = make_optimizer(config, lambda step: jnp.asarray(1.0), made)
-    params, state = PARAMS, optimizer.init(PARAMS)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = optimizer.update(slope_of(made)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, jax.jit(optimizer.init)(PARAMS)
     for _ in range(steps):
-        slope = jax.grad(
-            lambda p: sum(leaf.sum() for leaf in jax.tree.leaves(made.stop_frozen_gradients(p)))
-        )
-        updates, state = optimizer.update(slope(params), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state)
     return tree_names.named_leaves(
         jax.tree.map(lambda new, old: np.asarray(new - old), params, PARAMS)
     )
@@ -76,13 +87,13 @@ def test_what_is_frozen_does_not_move_by_a_bit_nor_has_moments(kind):
     state = make_optimizer(OptimizerConfig(**options), lambda s: 1.0, made).init(PARAMS)
     assert not any('pos_embedding' in name for name in tree_names.named_leaves(state))
     assert any('cls' in name for name in tree_names.named_leaves(state))
-    assert made.report[0] == 'frozen: 1 of 24 arrays, 80 numbers: pos_embedding'
+    assert re.search('1 of 24 .* 80 .*pos_embedding', made.report[0])
 
 
 def test_the_head_alone_learns():
     found = moved(2, trained_blocks=0, kind='adamw')
     assert {name for name, change in found.items() if change.any()} == {'head/kernel', 'head/bias'}
-    assert '170 numbers' in rules(trained_blocks=0).report[0]
+    assert ' 170 ' in rules(trained_blocks=0).report[0]
 
 
 def test_the_last_blocks_learn_with_all_that_follows():
@@ -96,9 +107,7 @@ def test_the_last_blocks_learn_with_all_that_follows():
 
 def test_what_is_frozen_has_no_gradient_and_no_part_in_its_norm():
     made = rules(trained_blocks=1, frozen=('head/bias',))
-    slope = jax.grad(
-        lambda p: sum(leaf.sum() for leaf in jax.tree.leaves(made.stop_frozen_gradients(p)))
-    )(PARAMS)
+    slope = jax.jit(slope_of(made))(PARAMS)
     for name, leaf in tree_names.named_leaves(slope).items():
         learned = jnp.broadcast_to(
             tree_names.named_leaves(made.lr_multipliers)[name] != 0, leaf.shape

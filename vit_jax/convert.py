@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **{'image_size': 'stored'} | changes)
-    format = format_for(output, arguments.format, loaded.format, flag='--format=')
+    format = format_for(output, arguments.format, loaded.format)
     notes = save(loaded, output, format, overwrite=arguments.overwrite, dtype=arguments.dtype)
     print('\n'.join([*loaded.report, *notes]))
     print(f'written: {output} ({format} layout)')

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -335,10 +334,9 @@ def save(
     is_free = overwrite or writing.is_free(path)
     require(is_free, f'{path}: exists already; overwrite=True replaces it')
     layout = loaded.layout if format == loaded.format else None
-    with writing.replacing(pathlib.Path(path), format) as place:
-        return writing.write_checkpoint(
-            str(place), format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
-        )
+    return writing.write_checkpoint(
+        path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
+    )
 
 
 def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:

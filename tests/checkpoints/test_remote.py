@@ -191,11 +191,6 @@ def test_a_checkpoint_is_not_written_to_a_remote_name():
         vit_jax.save(loaded(tiny.model()), 'hf:owner/other')
 
 
-def test_a_downloaded_file_that_is_no_checkpoint_is_named_with_its_url(server, tmp_path):
-    text = rejection(NAME, vit_jax.load)
-    assert text.startswith(f'{tmp_path}/cache/') and f'{server.url}{FILE}' in text
-
-
 @pytest.mark.full
 @pytest.mark.parametrize('name', published.FILES)
 def test_a_published_file_is_as_large_as_the_network_of_its_name(name):

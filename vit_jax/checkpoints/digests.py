@@ -17,7 +17,6 @@ from etils import epath
 
 from vit_jax.base import Path, UnusableDisk, UserError, storage, sync, usable, write_json
 
-CHECKPOINTS = 'checkpoints'  # the folder of a run with all of them
 FILE, CARD = 'digests.json', 'card.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
 PARTIAL = '.partial-'  # starts the name of a checkpoint on a disk while it is written or removed

@@ -10,7 +10,7 @@ The index of AugReg ("How to train your ViT?") lists 50,000 more files.
 
 import csv
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vit_jax.base import MissingFile, records, require, usable
 
@@ -123,24 +123,19 @@ class Row(NamedTuple):
 
     ds: str  # the data of pre-training
     filename: str  # of the pre-trained checkpoint, without `.npz`
-    final_val: float  # its validation accuracy
+    final_val: str  # its validation accuracy
     adapt_ds: str  # the data of fine-tuning; empty if there is none
     adapt_resolution: str
     adapt_filename: str
-    adapt_final_val: float
-    adapt_final_test: float
+    adapt_final_val: str
+    adapt_final_test: str
 
 
 def read_index(path: str) -> list[Row]:
     """Reads the index of AugReg, a CSV file."""
     with usable(path, 'the index of AugReg, a CSV file'), open(path, newline='') as file:
-        return [_row(values) for values in csv.DictReader(file)]
-
-
-def _row(values: dict[str, str]) -> Row:
-    chosen: dict[str, Any] = {name: values[name] for name in Row._fields}
-    numbers = {n: float(text or 'nan') for n, text in chosen.items() if 'final_' in n}
-    return Row(**chosen | numbers)
+        lines = csv.DictReader(file)
+        return [Row(*(values[name] for name in Row._fields)) for values in lines]
 
 
 def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
@@ -150,17 +145,17 @@ def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
     stems = {row.filename.split('-')[0] for row in rows}
     require(stem in stems, f'no variant {variant!r} in the index; {records.nearest(stem, stems)}')
     chosen = {row.filename: row for row in rows if row.filename.split('-')[0] == stem}
-    return sorted(chosen.values(), key=lambda row: row.final_val, reverse=True)
+    return sorted(chosen.values(), key=lambda row: float(row.final_val), reverse=True)
 
 
 def pick(rows: Sequence[Row], variant: str) -> Row:
     """Returns the published choice for a variant: the best one on ImageNet-21k's validation set."""
     candidates = [row for row in list_variant(rows, variant) if row.ds == 'i21k']
     # Of equals the last, as in the published code.
-    return max(reversed(candidates), key=lambda row: row.final_val)
+    return max(reversed(candidates), key=lambda row: float(row.final_val))
 
 
 def list_fine_tunings(rows: Sequence[Row], filename: str) -> list[Row]:
     """Returns the fine-tunings of a pre-trained checkpoint, sorted by data set and accuracy."""
     chosen = [row for row in rows if row.filename == filename and row.adapt_filename]
-    return sorted(chosen, key=lambda row: (row.adapt_ds, -row.adapt_final_val))
+    return sorted(chosen, key=lambda row: (row.adapt_ds, -float(row.adapt_final_val)))

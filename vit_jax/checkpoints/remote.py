@@ -96,9 +96,7 @@ def _download_published(name: str) -> Local:
         raise
     except UserError as error:
         if file.copy is None:
-            raise UserError(
-                f'{error}; no copy of it is known; `vit_jax augreg` lists the names with one'
-            ) from error
+            raise
         why = str(error)
     logging.warning('%s; trying %s', why, file.copy)
     found = local(file.copy)
@@ -165,11 +163,11 @@ def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     import requests
 
     url, shown = _public_url(url), shown_url(_public_url(url))
-    path, known = cached_path(url), sha256 and sha256.lower()
+    path = cached_path(url)
     pooch.get_logger().setLevel('WARNING')
     download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), chunk_size=2**20)
     try:
-        pooch.retrieve(url, known, path.name, path.parent, downloader=download)
+        pooch.retrieve(url, sha256, path.name, path.parent, downloader=download)
         return path, str(pooch.file_hash(path))
     except requests.RequestException as error:  # its message repeats the query of the URL
         response = error.response

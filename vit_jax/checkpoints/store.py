@@ -25,12 +25,12 @@ import orbax.checkpoint as ocp
 
 from vit_jax.base import MissingFile, Params, UnusableDisk, UserError, require, storage, tree_names
 from vit_jax.base.errors import one_line
-from vit_jax.base.storage import Path, sync, usable, write_json
+from vit_jax.base.storage import Path, make_folder, sync, usable, write_json
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import CARD, Damaged, is_complete
 from vit_jax.distributed.sharding_rules import abstract
 
-FOLDER, PROGRESS = digests.CHECKPOINTS, 'progress.json'
+FOLDER, PROGRESS = 'checkpoints', 'progress.json'
 Json = dict[str, Any]
 
 
@@ -59,8 +59,7 @@ class Checkpoints:
         self._keep, self._along, self._held = keep, along, held
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
-        if not storage.is_remote(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         if jax.process_index() == 0:
             sync(self._folder.parent)
             digests.remove_partial(self._folder)
@@ -79,8 +78,7 @@ class Checkpoints:
         """Starts to save a step, unless that step was the last to be saved."""
         if step == self.latest_step:
             return self.check()
-        self._join()
-        self.check()
+        self.wait()
         self._held()  # a partial checkpoint would be in the way of the run that has taken over
         arrays = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params),
@@ -162,11 +160,13 @@ class Checkpoints:
 
 
 def _seal(partial: Path, final: Path, texts: dict[str, Json]) -> None:
-    """Completes a checkpoint that has its arrays, and gives it its name."""
+    """Completes a checkpoint that has its arrays, and gives it its name, as the only one."""
     for name, values in texts.items():
         write_json(partial / name, values)
     digests.write_digests(partial)
     if partial != final:
+        if is_complete(final):
+            digests.remove(final)
         partial.rename(final)
         sync(final.parent)
 
@@ -271,14 +271,15 @@ def _readable(folder: Path) -> Iterator[Any]:
 def save_alone(folder: Path, params: Params, card: Json) -> None:
     """Writes a checkpoint outside of a run: parameters and card.
 
-    Raises UserError if there is anything but an empty folder.
+    Another checkpoint there stays until this one is complete. Raises UserError if there is anything
+    else but an empty folder.
     """
     final = folder.absolute()
     if final.is_dir() and not any(final.iterdir()):
         final.rmdir()
-    require(not final.exists(), f'{folder}: exists already, and is no checkpoint')
-    with usable(folder):
-        final.parent.mkdir(parents=True, exist_ok=True)
+    is_free = is_complete(final) or not final.exists()
+    require(is_free, f'{folder}: exists already, and is no checkpoint')
+    make_folder(final.parent)
     partial = final.with_name(digests.PARTIAL + uuid.uuid4().hex)
     arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))
     with storage.named_plainly(final.parent) as parent, ocp.Checkpointer(_composite()) as writer:

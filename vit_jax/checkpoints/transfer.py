@@ -51,12 +51,8 @@ def transfer(
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
     tanh = [n for n in found if n.startswith('pre_logits/') and n not in expected]
-    masked = {
-        name
-        for name in found.keys() | expected.keys()
-        if name.startswith(f'{MASKED}/')
-        and np.shape(found.get(name, 0)) != np.shape(expected.get(name, 0))
-    }
+    one, two = ({(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (found, expected))
+    masked = {name for name, _ in one ^ two if name.startswith(f'{MASKED}/')}
     dropped = {*head_params(params), *tanh, *masked}
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
     body, report = adapt(body, old=old, new=new)  # a dictionary by whole names is a tree too
@@ -156,14 +152,12 @@ def headless(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, **changes)
 
 
-def for_task(
-    config: ModelConfig, *, num_classes: int | None, image_size: tuple[int, int] | None
-) -> ModelConfig:
+def for_task(config: ModelConfig, *, num_classes: int | None) -> ModelConfig:
     """Returns the model to fine-tune: its head is a single linear layer (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
     if isinstance(config, ViTConfig):
         changes |= {'representation_size': None, 'patch_outputs': None}
-    return dataclasses.replace(config, image_size=image_size or config.image_size, **changes)
+    return dataclasses.replace(config, **changes)
 
 
 def head_params(params: Params) -> dict[str, Any]:

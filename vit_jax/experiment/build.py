@@ -231,7 +231,7 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
             text = 'give a model, or start_from=CHECKPOINT to take that one'
             raise UserError(f'config.model is none: {text}')
         known = start.card.model if objective is None else headless(start.card.model)
-        model = for_task(known, num_classes=None if objective else classes, image_size=None)
+        model = for_task(known, num_classes=None if objective else classes)
     model = dataclasses.replace(model, image_size=config.image_size or model.image_size)
     if objective is not None:
         return for_patches(model, objective)

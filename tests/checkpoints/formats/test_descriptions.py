@@ -71,8 +71,6 @@ WRONG = {
         ({'model_args': {'num_heads': '12'}}, 'num_heads'),
         ({'model_args': {'act_layer': 'relu'}}, 'act_layer'),
         ({'model_args': {'qk_norm': True}}, 'qk_norm'),
-        ({'model_args': {'patch_size': 3}}, 'patch_embed'),
-        ({'model_args': {'depth': 4}}, 'blocks.3'),
         ({'pretrained_cfg': {'crop_pct': NAN}}, 'crop_pct'),
         ({'pretrained_cfg': {'mean': [0.5]}}, 'mean'),
         ({'pretrained_cfg': {'crop_mode': 'border'}}, 'crop_mode'),

@@ -182,7 +182,7 @@ def test_what_a_file_cannot_say_is_said_when_it_is_written(tmp_path):
         (tiny.model(), 'open_clip', 'head/bias'),
         (tiny.model(positions='rope'), 'google', 'rope'),
         (tiny.model(parallel=True), 'timm', 'parallel'),
-        (tiny.model(positions_at='every_layer'), 'huggingface', 'positions_at'),
+        (tiny.model(positions_at='every_layer'), 'huggingface', 'pos_embedding'),
         (HYBRID, 'huggingface', 'backbone'),
         (RESNET, 'timm', 'ResNet'),
         (tiny.model(), 'flax', 'flax'),

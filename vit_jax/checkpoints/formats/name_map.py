@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, require
 from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import ModelConfig
 
@@ -135,9 +135,7 @@ def resolve(
     """
     ours = set(ours)
     chosen = [rule for rule in rules if ours.issuperset(rule.ours)]
-    covered = [name for rule in chosen for name in rule.ours]
-    assert len(covered) == len(set(covered)), 'two rules for one array'
-    if homeless := sorted(ours - set(covered)):
+    if homeless := sorted(ours.difference(*(rule.ours for rule in chosen))):
         raise UserError(f'the {format} layout has no place for {", ".join(homeless[:4])}')
     resolved = {}
     for rule in chosen:
@@ -156,9 +154,9 @@ def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str |
     extra = sorted(set(stored) - wanted)
     skipped = [name for name in extra if ignored and re.fullmatch(ignored, name)]
     unknown = sorted({*extra} - {*skipped})
-    problems = {'missing': sorted(wanted - set(stored)), 'not known': unknown}
-    if lines := [f'{len(n)} arrays are {what}: {_some(n)}' for what, n in problems.items() if n]:
-        raise UserError('; '.join(lines))
+    for names, what in (sorted(wanted - set(stored)), 'missing'), (unknown, 'not known'):
+        listed = ', '.join(names if len(names) <= 4 else [*names[:4], '...'])
+        require(not names, f'{len(names)} arrays are {what}: {listed}')
     return skipped
 
 
@@ -192,7 +190,3 @@ def _split(rule: NameRule, array: np.ndarray) -> list[np.ndarray]:
     """Splits one of their arrays into the arrays of ours that it joins."""
     parts = np.split(array, len(rule.ours))
     return [np.ascontiguousarray(rule.transform.to_ours(part)) for part in parts]
-
-
-def _some(names: list[str]) -> str:
-    return ', '.join(names[:4]) + (', ...' if len(names) > 4 else '')

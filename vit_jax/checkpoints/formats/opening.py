@@ -81,12 +81,7 @@ def open_checkpoint(
         files = [] if is_remote(local) else _find_weights(place)
     if not files:
         return _open_own(path, local, hints)
-    try:
-        opened = [array_files.read_array_file(file) for file in files]
-    except UserError as error:
-        if not origin:
-            raise
-        raise type(error)(f'{error} (the local copy of {origin[0]})') from error
+    opened = [array_files.read_array_file(file) for file in files]
     contents = FileContents(
         arrays={name: array for each in opened for name, array in each.arrays.items()},
         metadata=opened[0].metadata,
@@ -151,11 +146,14 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
         require(hint in (None, stored), f'{name}={hint} was given, but the file has {stored}')
     expected, resolved, skipped = match_arrays(form, parsed, arrays)
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
+    count = sum(map(math.prod, shapes.values()))
     types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(parsed.layout, dtype=types.pop() if len(types) == 1 else 'float32')
+    size = (resized and parsed.processor_size) or config.image_size
+    new = dataclasses.replace(config, image_size=size)
     card = Card(
-        model=config,
-        grid=config.grid,
+        model=new,
+        grid=new.grid,
         preprocessing=parsed.preprocessing,
         class_names=parsed.class_names,
         loss=parsed.loss,
@@ -164,30 +162,18 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
     def read() -> Params:
         with array_files.error_prefix(path):
             values = name_map.to_ours(resolved, arrays, shapes)
-            return tree_names.map_named(lambda name, _: values[name], expected)
+        params = tree_names.map_named(lambda name, _: values[name], expected)
+        return transfer.adapt(params, old=config, new=new).params
 
-    count = sum(map(math.prod, shapes.values()))
     summary = inference.summarize(config, count, projects=card.projects)
     report = [*contents.remarks, f'{form.name} layout: {summary}', *parsed.remarks]
     ignored = *skipped, *contents.ignored
     if ignored:
         some = f'{counted(len(ignored), "array")}, such as {ignored[0]}'
         report.append(f'ignored, as not of the model: {some}')
-    size = parsed.processor_size
-    if resized and size not in (None, config.image_size):
-        config = dataclasses.replace(config, image_size=size)
-        card = dataclasses.replace(card, model=config, grid=config.grid)
+    if size != config.image_size:
         report.append(f'images of {size[0]}x{size[1]}, as its own processor makes them')
-    old = parsed.config
-    return Checkpoint(
-        path,
-        form.name,
-        layout,
-        card,
-        report,
-        ignored,
-        read if old == config else lambda: transfer.adapt(read(), old=old, new=config).params,
-    )
+    return Checkpoint(path, form.name, layout, card, report, ignored, read)
 
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:

@@ -15,23 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from vit_jax.base import Array, Float, Params, UInt8, UserError, records, require, tree_names
+from vit_jax.base import Array, Float, Params, UInt8, records, require, tree_names
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.checkpoints.transfer import has_trained_head
-from vit_jax.data.image_preprocessing import Preprocessing, ResizeMethod, Size, normalize
+from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
 from vit_jax.models import build
 from vit_jax.models.compute import PORTABLE
 
 NAME, SUFFIX = 'stablehlo', '.stablehlo'
 PROGRAM, CARD = 'program', 'card'  # arrays of bytes in the file
 _PLATFORMS = 'cpu', 'cuda', 'tpu'
-_METHODS: dict[ResizeMethod, str] = {  # of jax.image
-    'bilinear': 'linear',
-    'bilinear_antialias': 'linear',
-    'bicubic_antialias': 'cubic',
-    'lanczos_antialias': 'lanczos3',
-}
 
 
 def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
@@ -41,18 +35,14 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
     """
     channels, has_head = card.model.channels, card.model.num_classes is not None
     require(channels == 3, f'channels={channels}: a program takes photos, which have 3 channels')
-    if has_head and not has_trained_head(params):
-        raise UserError('the head is all zeros: pass num_classes=None or --drop_head for features')
+    text = 'the head is all zeros: pass num_classes=None or --drop_head for features'
+    require(not has_head or has_trained_head(params), text)
     # numpy files have no bfloat16: the program gets the same bits as uint16.
     arrays = {
         name: leaf.view(np.uint16) if leaf.dtype.name == 'bfloat16' else leaf
         for name, leaf in tree_names.named_leaves(params).items()
     }
     exported = _export(card, arrays)
-    try:
-        program = exported.serialize()
-    except ImportError as error:
-        raise UserError("stablehlo needs flatbuffers: pip install 'vit_jax[export]'") from error
     outputs = 'projections' if card.projects else 'features'
     if has_head and not card.projects:
         outputs = f'probabilities ({"sigmoid" if card.loss == "sigmoid" else "softmax"})'
@@ -65,7 +55,8 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
         'jax': jax.__version__,
         'card': records.to_dict(card),
     }
-    stored = {PROGRAM: bytes(program), CARD: json.dumps(about).encode()}
+    # Without flatbuffers (pip install 'vit_jax[export]') jax asks for it.
+    stored = {PROGRAM: bytes(exported.serialize()), CARD: json.dumps(about).encode()}
     write_npz(path, arrays | {n: np.frombuffer(v, np.uint8) for n, v in stored.items()})
     notes = [f'program for {", ".join(_PLATFORMS)}: {images} -> {outputs}']
     if card.preprocessing.exif_rotation:
@@ -106,6 +97,7 @@ def preprocess(
     """
     shape = jnp.int32(images.shape[1]), jnp.int32(images.shape[2])
     crop: Any = preprocessing.crop  # Resize or CentralCrop
+    method = crop.resize.removesuffix('_antialias').replace('lanczos', 'lanczos3')
     resized, corner = crop.placement(shape, size)
     pixels = images.astype(jnp.float32)
     for side in (1, 0):  # Pillow resizes the width first, and rounds both results to 8 bits
@@ -115,7 +107,7 @@ def preprocess(
             (side + 1,),
             jnp.float32(resized[side] / shape[side])[None],
             -jnp.float32(corner[side])[None],
-            _METHODS[crop.resize],
+            method,
             antialias=crop.resize != 'bilinear',
             precision=jax.lax.Precision.HIGHEST,
         )

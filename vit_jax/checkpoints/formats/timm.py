@@ -1,8 +1,8 @@
 """The format of timm (PyTorch image models), and of Meta's own DINOv2: joined projections, `fc1`.
 
-timm's config.json names an architecture and the arguments that changed it, not the sizes. Sizes
-come from the arrays unless an argument states them. The activation, the epsilon and other options
-come from the name. These facts were verified for all names of timm 1.0.31
+timm's config.json names an architecture and the arguments that changed it, not the sizes. Sizes and
+optional parts come from the arrays. The activation, the epsilon and the number of heads come from
+the arguments and the name. These facts were verified for all names of timm 1.0.31
 (tests/checkpoints/formats/test_timm_names.py).
 """
 
@@ -27,15 +27,23 @@ _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 # Parts of names in some files: of timm's class Eva, and of DINOv2 as Meta publishes it.
 _VARIANTS = {'gamma_1', 'q_bias', 'fc1_g', 'w12', 'register_tokens'}
 
-GELUS: dict[str, Gelu] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
-POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
+# By act_layer; None: SwiGLU.
+_GELUS: dict[str, Gelu | None] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
+_GELUS |= {'silu': None}
+_POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
+# Fields of `ViTConfig` that have one value in this layout.
+_FIXED = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
+_FIXED |= {'positions_at': 'stem'}
 # Fields of `ViTConfig` that names and shapes of arrays do not show.
 _OPTIONS = 'gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'
-# Of `pretrained_cfg`, which older files have at the top: its keys, and timm's defaults of others.
-_PRETRAINED = {'tag', 'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}
+# Keys about images, in `pretrained_cfg` or, in older files, at the top; and timm's defaults.
+_IMAGES = {'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}
 _DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 'crop_pct': 0.875}
-# Arguments that change no outputs: dropout, and how parameters are initialized.
-_NO_EFFECT = r'(.*_)?drop(_path)?_rate|weight_init|fix_init|dynamic_img_size'
+# Arguments without effect here: dropout, initial parameters, and what the arrays show.
+_NO_EFFECT = (
+    r'(.*_)?drop(_path)?_rate|weight_init|fix_init|init_values|dynamic_img_size|patch_size|in_chans'
+    r'|num_classes|embed_dim|depth|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
+)
 _TANH = re.compile(
     r'vit_(base_patch32_siglip(_gap)?_256|large_patch16_siglip(_gap)?_512'
     r'|so400m_patch16_siglip(_gap)?_(256|384|512)|giantopt_patch16_siglip(_gap)?_(256|384))'
@@ -63,50 +71,26 @@ class Layout(base.Layout):
 
     @property
     def mlp(self) -> tuple[str, str]:
-        """The names of an MLP's two layers; the first one of a SwiGLU may be `fc1_g`, `fc1_x`."""
-        return ('w12', 'w3') if 'w12' in self.variants else ('fc1', 'fc2')
+        """The names of an MLP's two layers; next to `fc1_x` is the gate, `fc1_g`."""
+        names = {'w12': ('w12', 'w3'), 'fc1_g': ('fc1_x', 'fc2')}
+        return next((names[one] for one in self.variants if one in names), ('fc1', 'fc2'))
 
 
 _DINOV3 = Layout(variants=('fc1_g', 'gamma_1', 'q_bias'), zeros=('blocks.{layer0}.attn.k_bias',))
 
 
 @dataclasses.dataclass
-class _Arguments(Record):
-    """`model_args` in config.json: with what the architecture was created."""
-
-    img_size: tuple[int, int] | None = None
-    patch_size: tuple[int, int] | None = None
-    in_chans: int | None = None
-    num_classes: int | None = None
-    global_pool: Literal['token', 'avg', 'map', ''] | None = None
-    embed_dim: int | None = None
-    depth: int | None = None
-    num_heads: int | None = None
-    mlp_ratio: float | None = None
-    qkv_bias: bool | None = None
-    init_values: float | None = None
-    class_token: bool | None = None
-    reg_tokens: int | None = None
-    num_reg_tokens: int | None = None  # of the class Eva
-    no_embed_class: bool = False
-    pre_norm: bool | None = None
-    fc_norm: bool | None = None
-    act_layer: Literal['gelu', 'gelu_tanh', 'quick_gelu', 'silu'] | None = None
-
-    def check(self) -> None:
-        require_between(self, 'mlp_ratio', above=0, high=1024)
-
-
-@dataclasses.dataclass
 class _Description(Record):
-    """config.json and its `pretrained_cfg`; if that is absent, images are prepared as usual."""
+    """config.json with its `pretrained_cfg` and `model_args`, without what arrays show."""
 
     architecture: str = ''
     tag: str = ''
-    num_classes: int | None = None
+    img_size: tuple[int, int] | None = None
+    num_heads: int | None = None
     global_pool: Literal['token', 'avg', 'map', ''] | None = None
+    no_embed_class: bool = False
+    act_layer: Literal['gelu', 'gelu_tanh', 'quick_gelu', 'silu'] | None = None
     label_names: tuple[str, ...] = ()
-    labels: tuple[str, ...] = ()  # an older name of `label_names`
     input_size: tuple[int, int, int] | None = None  # channels, height, width
     interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bicubic'
     crop_pct: float = 0.9
@@ -116,7 +100,6 @@ class _Description(Record):
 
     def check(self) -> None:
         require_between(self, 'crop_pct', low=1 / 16, high=1)
-        require_between(self, 'input_size', low=1)
         base.check_scaling(self, 'mean', 'std')
 
 
@@ -131,6 +114,9 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
             qkv += module(f'{block}.attn.{letter}', name, separator='_')[-1:]
     scale = 'gamma_{}' if 'gamma_1' in layout.variants else 'ls{}.gamma'
     registers = 'register_tokens' if 'register_tokens' in layout.variants else 'reg_token'
+    first, second = layout.mlp
+    is_joined = config.gelu is None and first != 'fc1_x'
+    names = ['gate', 'dense1'] if is_joined else ['dense1']
     adds_row = config.positioned_prefix == 1 and not layout.class_row
     rules = [
         *module('patch_embed.proj', 'embedding'),
@@ -145,7 +131,9 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
         *module(f'{block}.attn.proj', f'{ours}/attention/out'),
         NameRule(f'{block}.{scale.format(1)}', (f'{ours}/attention_scale',)),
         NameRule(f'{block}.{scale.format(2)}', (f'{ours}/mlp_scale',)),
-        *_mlp_rules(config, layout, f'{block}.mlp', f'{ours}/mlp'),
+        *module(f'{block}.mlp.{first}', *(f'{ours}/mlp/{name}' for name in names)),
+        *([] if is_joined else module(f'{block}.mlp.fc1_g', f'{ours}/mlp/gate')),
+        *module(f'{block}.mlp.{second}', f'{ours}/mlp/dense2'),
         *module('norm', 'encoder/norm'),
         *module('fc_norm', 'norm'),
         NameRule('attn_pool.latent', ('pool/probe',)),
@@ -165,36 +153,26 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
-def _mlp_rules(config: ViTConfig, layout: Layout, theirs: str, ours: str) -> list[NameRule]:
-    module, (first, second) = name_map.torch_module, layout.mlp
-    rules = module(f'{theirs}.{second}', f'{ours}/dense2')
-    if config.gelu is not None:
-        return rules + module(f'{theirs}.{first}', f'{ours}/dense1')
-    if 'fc1_g' in layout.variants:
-        gate, value = f'{theirs}.fc1_g', f'{theirs}.fc1_x'
-        return rules + module(gate, f'{ours}/gate') + module(value, f'{ours}/dense1')
-    return rules + module(f'{theirs}.{first}', f'{ours}/gate', f'{ours}/dense1')
-
-
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     prefix = next(m[1] or '' for name in contents.arrays if (m := _KNOWN.fullmatch(name)))
     arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
-    stated = contents.description('config.json')
+    stated, remarks = contents.description('config.json'), list[str]()
     ignored = f'{re.escape(prefix)}mask_token'  # of masked pre-training
     if prefix.startswith('visual.'):
         stated = open_clip.timm_description(contents) or stated
         ignored += r'|(?!visual\.).*'  # the text tower
-    arguments = stated.part('model_args').record(_Arguments, ignored=_NO_EFFECT)
-    pretrained, remarks = stated.part('pretrained_cfg'), list[str]()
-    merged = JsonObject({**pretrained, **stated}, stated.where)
-    says_preparation = bool(pretrained) or not _PRETRAINED.isdisjoint(stated)
-    described = merged.record(_Description, defaults=_DEFAULTS if says_preparation else {})
+    arguments = stated.part('model_args')
+    arguments.record(_Description, ignored=_NO_EFFECT)  # rejects other arguments
+    merged = JsonObject({**stated.part('pretrained_cfg'), **arguments, **stated}, stated.where)
+    described = merged.record(
+        _Description, defaults={} if _IMAGES.isdisjoint(merged) else _DEFAULTS
+    )
     if not stated:
-        described, remark = _assume(arrays)
-        remarks.append(remark)
-    named = described.architecture != '' or not stated
-    require(named, f"{stated.where}: it has no architecture, so it is not timm's; the arrays are")
-    config, layout = _build_config(prefix, arrays, hints, arguments, described)
+        described, models = _assume(arrays)
+        remarks.append(f'no config.json: images are prepared as for {models}')
+    text = f"{stated.where}: has no architecture; expected the name of one of timm's"
+    require(described.architecture != '' or not stated, text)
+    config, layout = _build_config(prefix, arrays, hints, described)
     # CLIP's projection has no bias: timm gives it a bias of zeros.
     bias = arrays.get('head.bias')
     projects = bias is not None and config.pre_norm and not bias.read().any()
@@ -209,7 +187,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         config,
         layout,
         preprocessing,
-        described.label_names or described.labels,
+        described.label_names,
         ignored=ignored,
         loss='contrastive' if projects else None,
         remarks=tuple(remarks),
@@ -217,63 +195,51 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 
 
 def _assume(arrays: Arrays) -> tuple[_Description, str]:
-    """Returns how images are prepared for a file without config.json, and a remark about that."""
+    """Returns how images are prepared for a file without config.json, and for which models."""
     if 'mask_token' in arrays:
-        described = _Description(**_DEFAULTS)
-        return described, 'no config.json: images are prepared as for DINOv2'
+        return _Description(**_DEFAULTS), 'DINOv2'
     if 'norm_pre.weight' in arrays:
-        described = _Description(mean=base.CLIP[0], std=base.CLIP[1])
-        return described, 'no config.json: images are prepared as for CLIP'
-    text = 'no config.json: assumed the usual GELU, epsilon, pooling and preprocessing of ViTs'
-    return _Description(), text
+        return _Description(mean=base.CLIP[0], std=base.CLIP[1]), 'CLIP'
+    return _Description(), 'most ViTs; GELU, epsilon and pooling are assumed to be the usual ones'
 
 
 def _build_config(
-    prefix: str, arrays: Arrays, hints: Hints, arguments: _Arguments, described: _Description
+    prefix: str, arrays: Arrays, hints: Hints, described: _Description
 ) -> tuple[ViTConfig, Layout]:
-    """Returns the model: of the arguments, of facts of its name, and of sizes of the arrays."""
+    """Returns the model: sizes and parts from the arrays, options from the description."""
     name, _, tag = described.architecture.partition('.')
     is_known = not name or _SUPPORTED.fullmatch(name) is not None
     require(is_known, f'{name}: this architecture of timm is not supported')
     parts = {part for array in arrays for part in array.split('.')}
     layout = Layout(prefix=prefix, variants=tuple(sorted(_VARIANTS & parts)))
     has_bias = any(array.endswith('attn.qkv.bias') for array in arrays)
-    absent = '' if _first(arguments.qkv_bias, has_bias) else 'qkv.bias'
-    absent = 'k_bias' if 'q_bias' in layout.variants else absent
+    absent = 'k_bias' if 'q_bias' in layout.variants else '' if has_bias else 'qkv.bias'
     zeros = (f'{prefix}blocks.{{layer0}}.attn.{absent}',) if absent else ()
-    positions = {'positions': 'rope'} if _ROPE.fullmatch(name) else {}
+    options = _options(name, arrays, described, layout)
     num_tokens = ('cls_token' in arrays) + ('dist_token' in arrays)
     config, row = inference.infer_config(
         arrays,
-        _add_facts(name, described.tag or tag, arrays, hints, arguments),
+        _add_facts(name, described.tag or tag, arrays, hints, described),
         embedding='patch_embed.proj.weight',
         root=next((r for root in _ROOTS.values() if (r := f'{root}.conv.weight') in arrays), ''),
         unit=_UNIT,
-        table=None if positions else 'pos_embed',
-        rows=(0,) if arguments.no_embed_class else (num_tokens, 0),
-        image_size=_first(arguments.img_size, described.input_size and described.input_size[1:]),
-        **positions,
-        **_options(name, arrays, arguments, described) | _mlp(arrays, arguments, layout),
+        table=None if options.get('positions') else 'pos_embed',
+        rows=(0,) if described.no_embed_class else (num_tokens, 0),
+        image_size=described.img_size or (described.input_size and described.input_size[1:]),
+        **options,
     )
     class_row = bool(row) or num_tokens == 0
     return config, dataclasses.replace(layout, class_row=class_row, zeros=zeros)
 
 
-def _first(*values: Any) -> Any:
-    """Returns the first value that is not None: what is stated comes before what is inferred."""
-    return next((value for value in values if value is not None), None)
-
-
-def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, arguments: _Arguments) -> Hints:
-    """Returns the hints, completed by arguments and by what the name of the architecture says."""
+def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _Description) -> Hints:
+    """Returns the hints, completed by what the name of the architecture says."""
     has_clip_name = '_clip_' in name and not name.startswith('eva')
     is_clip = has_clip_name if name else 'norm_pre.weight' in arrays
-    if arguments.act_layer is None and hints.gelu is None:
-        way = 'say gelu=quick, as it was trained, or gelu=exact'
-        if is_clip and not name:
-            raise NeedsHint(f'no config.json: {way}')
-        if _QUICK.fullmatch(f'{name} {tag}'):
-            raise NeedsHint(f'{name}.{tag} was trained with QuickGELU, timm computes GELU: {way}')
+    is_open = is_clip and not name or _QUICK.fullmatch(f'{name} {tag}')
+    if is_open and described.act_layer is None and hints.gelu is None:
+        way = 'say gelu=quick, as it was trained, or gelu=exact, as timm computes it'
+        raise NeedsHint(f'{name or "no config.json"}: {way}')
     gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'
     defaults = Hints(
         num_heads=_HEADS.get(name),
@@ -283,60 +249,51 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, arguments: _Ar
     return inference.with_defaults(hints, defaults)
 
 
-def _mlp(arrays: Arrays, arguments: _Arguments, layout: Layout) -> dict[str, Any]:
-    """Returns the size of the MLPs, and gelu=None for SwiGLUs."""
-    first, second = (f'blocks.0.mlp.{name}.weight' for name in layout.mlp)
-    width, mlp_dim = inference.shape_of(arrays, second, 2)
+def _options(name: str, arrays: Arrays, described: _Description, layout: Layout) -> dict[str, Any]:
+    """Returns fields of `ViTConfig`, from the arrays where they show them."""
+    first, second = (f'blocks.0.mlp.{layer}.weight' for layer in layout.mlp)
+    mlp_dim = inference.shape_of(arrays, second, 2)[1]
     is_joined = first in arrays and arrays[first].shape[0] == 2 * mlp_dim
     is_gated = is_joined or 'fc1_g' in layout.variants
-    if arguments.mlp_ratio is not None:  # if joined, of gate and value together
-        mlp_dim = int(width * arguments.mlp_ratio) // (2 if is_joined else 1)
-    if arguments.act_layer is not None:
-        is_gated = arguments.act_layer == 'silu'
-    return {'mlp_dim': mlp_dim} | ({'gelu': None} if is_gated else {})
-
-
-def _options(
-    name: str, arrays: Arrays, arguments: _Arguments, described: _Description
-) -> dict[str, Any]:
-    """Returns other fields of `ViTConfig`."""
     inferred = 'map' if 'attn_pool.latent' in arrays else 'token'
     if inferred == 'token' and ('cls_token' not in arrays or 'fc_norm.weight' in arrays):
         inferred = 'avg'
-    pool: Pool = POOLS[_first(arguments.global_pool, described.global_pool, inferred)]
+    pool = _POOLS[inferred if described.global_pool is None else described.global_pool]
     pool = 'cls_dist' if pool == 'cls' and 'dist_token' in arrays else pool
     tokens = next((n for n in ('reg_token', 'register_tokens') if n in arrays), None)
-    registers = arrays[tokens].shape[1] if tokens else 0
     resize: PositionResize = 'bicubic_antialias'
-    if not name and 'mask_token' in arrays and not registers:  # as Meta resizes them
+    if name.startswith('flexivit'):
+        resize = 'bilinear_edges'
+    elif not name and 'mask_token' in arrays and not tokens:  # as Meta resizes them
         resize = 'bicubic_offset'
-    has_scale = any(array in arrays for array in ('blocks.0.ls1.gamma', 'blocks.0.gamma_1'))
-    has_class_token = _first(arguments.class_token, 'cls_token' in arrays)
-    after_pool = _first(arguments.fc_norm, 'fc_norm.weight' in arrays)
-    head = inference.length_of(arrays, 'head.bias')
-    options = {
-        'width': arguments.embed_dim,
-        'patch_size': arguments.patch_size,
-        'num_heads': arguments.num_heads,
-        'gelu': GELUS.get(arguments.act_layer or ''),
-        'channels': _first(arguments.in_chans, described.input_size and described.input_size[0]),
-        'depth': _first(arguments.depth, inference.count_layers(arrays, r'blocks\.(\d+)\.')),
+    has_scale = not {'blocks.0.ls1.gamma', 'blocks.0.gamma_1'}.isdisjoint(arrays)
+    options: dict[str, Any] = {
+        'mlp_dim': mlp_dim,
+        'depth': inference.count_layers(arrays, r'blocks\.(\d+)\.'),
         'pool': pool,
-        'class_tokens': 1 if has_class_token and pool not in ('cls', 'cls_dist') else None,
-        'registers': _first(arguments.reg_tokens, arguments.num_reg_tokens, registers),
-        'pre_norm': _first(arguments.pre_norm, 'norm_pre.weight' in arrays),
-        'layer_scale': arguments.init_values or (1e-5 if has_scale else None),
-        'final_norm': 'after_pool' if after_pool else 'before_pool',
+        'class_tokens': 1 if 'cls_token' in arrays and pool not in ('cls', 'cls_dist') else None,
+        'registers': arrays[tokens].shape[1] if tokens else 0,
+        'pre_norm': 'norm_pre.weight' in arrays,
+        'layer_scale': 1e-5 if has_scale else None,
+        'final_norm': 'after_pool' if 'fc_norm.weight' in arrays else 'before_pool',
+        'num_classes': inference.length_of(arrays, 'head.bias'),
         'representation_size': inference.length_of(arrays, 'pre_logits.fc.bias'),
-        'position_resize': 'bilinear_edges' if name.startswith('flexivit') else resize,
+        'position_resize': resize,
     }
-    options = {field: value for field, value in options.items() if value is not None}
-    num_classes = _first(arguments.num_classes, described.num_classes, head)
-    return options | {'num_classes': num_classes or None}
+    if described.act_layer is not None or is_gated:
+        options['gelu'] = _GELUS[described.act_layer or 'silu']
+    if described.num_heads is not None:
+        options['num_heads'] = described.num_heads
+    if _ROPE.fullmatch(name):
+        options['positions'] = 'rope'
+    return options
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    """Returns the options that are not timm's defaults."""
+    """Returns the options that are not timm's defaults; rejects a model that timm does not have."""
+    for name, only in _FIXED.items():
+        value = getattr(config, name)
+        require(value == only, f'the timm format has {name}={only}, not {value}; write vit_jax')
     require(config.pool != 'cls_gap', 'the timm format has no pool=cls_gap')
     usual = ViTConfig(gelu='exact')
     options = {name: getattr(config, name) for name in _OPTIONS}

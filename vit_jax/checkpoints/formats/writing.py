@@ -1,18 +1,16 @@
 """Writes checkpoints in any format, but no file that would come back as another model."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from vit_jax.base import Params, UserError, records, require, tree_names, usable, write_json
+from vit_jax.base import Params, UserError, make_folder, records, require, tree_names, write_json
 from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
@@ -27,21 +25,15 @@ from vit_jax.models.model import position_array, position_tables
 # The ending of a format's file; other formats are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
 _SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
-# No other format has models with other values of these.
-_ONLY_OURS = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
-_ONLY_OURS |= {'positions_at': 'stem'}
 # Fields that no file of another system stores: they change no output for the same image size.
 _NOT_STORED = 'head_bias', 'layer_scale', 'position_resize'
 
 
-def format_for(
-    path: str | os.PathLike[str], named: str | None, own: str, *, flag: str = 'format='
-) -> str:
+def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str:
     """Returns the format to write at a path.
 
     It is the named format, else `own`, the format of the model, unless the path has the ending of
     one other format. Raises UserError if the path does not have the ending of the format's files.
-    `flag` is how the caller names a format.
     """
     require(named in (None, *NAMES), f'format={named!r}; {records.nearest(str(named), NAMES)}')
     ending = pathlib.Path(path).suffix
@@ -49,8 +41,8 @@ def format_for(
     fitting = [name for name in NAMES if _SUFFIXES.get(name, '') == (ending if is_file else '')]
     only = fitting[0] if len(fitting) == 1 else own
     format = named or (own if own in fitting else only)
-    known = ', '.join(f'{flag}{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
-    require(format in fitting, f'{path}: not a name for {format}; expected one of {known}')
+    known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
+    require(format in fitting, f'{path}: not a name for {format}; formats: {known}')
     return format
 
 
@@ -58,24 +50,6 @@ def is_free(path: str | os.PathLike[str]) -> bool:
     """Returns whether nothing is there, or an empty directory."""
     place = pathlib.Path(path)
     return not any(place.iterdir()) if place.is_dir() else not place.exists()
-
-
-@contextlib.contextmanager
-def replacing(place: pathlib.Path, format: str) -> Iterator[pathlib.Path]:
-    """Yields the path to write to: a checkpoint of ours stays until its successor is complete.
-
-    The same holds for a file that a checkpoint of ours, a directory, replaces.
-    """
-    is_file = format == OURS and place.is_file()
-    if not is_file and not digests.is_complete(place):
-        yield place
-        return
-    new = place.with_name(f'{place.name}.replaced')
-    shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
-    yield new
-    with usable(place):
-        place.unlink() if is_file else shutil.rmtree(place)
-        new.rename(place)
 
 
 def write_checkpoint(
@@ -100,23 +74,20 @@ def write_checkpoint(
     Raises:
       UserError: If the format cannot hold the model.
     """
-    place, notes = pathlib.Path(path), list[str]()
+    place, model, notes = pathlib.Path(path), card.model, list[str]()
     no_npz = dtype != 'bfloat16' or place.suffix != '.npz'
     require(no_npz, f'dtype={dtype}: npz files have no such type; write timm or huggingface')
-    model = card.model
     if format != OURS and isinstance(model, ViTConfig) and MASKED in params:
         card = dataclasses.replace(card, model=dataclasses.replace(model, patch_outputs=None))
         params = {name: part for name, part in params.items() if name != MASKED}
         notes.append('mask token and head of patches: left out')
-    with usable(place):
-        place.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(place.parent)
     if format in (OURS, stablehlo.NAME):
-        params, rounded = _cast(params, dtype or 'float32', rounding=True)
-        notes += rounded
+        params, rounded = _cast(params, dtype or 'float32')
         if format == stablehlo.NAME:
-            return notes + stablehlo.write(place, card, params)
+            return notes + rounded + stablehlo.write(place, card, params)
         store.save_alone(place, params, records.to_dict(card))
-        return notes
+        return notes + rounded
     form = next(form for form in FORMATS if form.name == format)
     return notes + _write_arrays(place, form, card, params, layout, dtype)
 
@@ -133,10 +104,6 @@ def _write_arrays(
     config, notes = card.model, list[str]()
     right = f'the {form.name} format has no plain ResNets; write google or bigvision'
     require(form.resnets or isinstance(config, ViTConfig), right)
-    for name, usual in _ONLY_OURS.items():
-        value = getattr(config, name, usual)
-        right = f'the {form.name} format has {name}={usual}, not {value}; write {OURS}'
-        require(value == usual, right)
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         table, own = position_array(config, params), position_tables(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
@@ -145,13 +112,11 @@ def _write_arrays(
         card = dataclasses.replace(card, model=config)
         notes.append('positions: written as an array')
     layout = layout or form.usual_layout(config)
-    ours = _without_class_row(params, layout)
-    ours, rounded = _cast(ours, dtype or layout.dtype, rounding=dtype is not None)
+    ours, rounded = _cast(_without_class_row(params, layout), dtype or layout.dtype)
     # Arrays that are absent from the file stay absent while they are zero.
     absent = [rule for rule in form.rules(config, layout) if rule.theirs in layout.zeros]
     zeros = [r.theirs for r in absent if not any(np.any(ours.get(name, 0)) for name in r.ours)]
-    dtype = next(iter(ours.values())).dtype.name
-    layout = dataclasses.replace(layout, zeros=tuple(zeros), dtype=dtype)
+    layout = dataclasses.replace(layout, zeros=tuple(zeros), dtype=dtype or layout.dtype)
     notes += [*rounded, *form.notes(config, card, layout)]
     rules = form.rules(config, layout)
     resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=layout.zeros)
@@ -165,8 +130,8 @@ def _write_arrays(
     metadata = {CARD: json.dumps(records.to_dict(card))}
     metadata[LAYOUT] = json.dumps(dataclasses.asdict(layout))
     if form.file_name:
-        with usable(place):
-            place.mkdir(exist_ok=True)
+        require(not digests.is_complete(place), f'{place}: a checkpoint of ours; remove it first')
+        make_folder(place)
         for name, content in files.items():
             write_json(place / name, content)
         place = place / form.file_name
@@ -222,12 +187,8 @@ def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
     return named | ({'cls': named['cls'] + row} if row.any() else {})
 
 
-def _cast(arrays: Params, dtype: str, *, rounding: bool) -> tuple[Params, list[str]]:
-    """Casts arrays (float32), without `rounding` only if the type holds the same values."""
+def _cast(arrays: Params, dtype: str) -> tuple[Params, list[str]]:
+    """Casts arrays (float32), and returns a note if that rounds them."""
     cast = jax.tree.map(lambda array: np.asarray(array).astype(dtype), arrays)
-    exact = jax.tree.map(lambda new, old: np.array_equal(new.astype(old.dtype), old), cast, arrays)
-    if all(jax.tree.leaves(exact)):
-        return cast, []
-    if rounding:
-        return cast, [f'parameters: rounded to {dtype}']
-    return arrays, [f'written as float32: {dtype} would not hold the values']
+    is_exact = all(jax.tree.leaves(jax.tree.map(np.array_equal, cast, arrays)))
+    return cast, [] if is_exact else [f'parameters: rounded to {dtype}']

@@ -5,8 +5,10 @@ import json
 
 import chex
 import pytest
+from rich.console import Console
 
 from tests import tiny
+from vit_jax.base import storage
 from vit_jax.experiment import training_run
 from vit_jax.training.duration import Duration
 
@@ -44,3 +46,18 @@ def test_a_run_that_fails_within_the_steps_writes_the_profile_until_then(tmp_pat
     with pytest.raises(RuntimeError, match='on fire'):
         training_run.train(tiny.experiment(), str(tmp_path), profile=range(3, 9), job=job)
     assert steps_of(tmp_path) == {4, 5, 6}
+
+
+def test_a_profile_that_cannot_be_written_costs_no_training(tmp_path, caplog):
+    (tmp_path / 'profile').write_text('a file in the place of the folder')
+    result = training_run.train(tiny.experiment(), str(tmp_path), profile=range(2, 4))
+    assert result.checkpoint.exists() and str(tmp_path / 'profile') in caplog.text
+
+
+def test_a_profile_of_a_run_on_a_bucket_is_in_its_work_directory(bucket):
+    folder, batches = storage.folder('gs://bucket/of/run/profile'), [{}, {}, {}]
+    profiled = training_run.profile_steps(
+        iter(batches), range(3), range(1, 2), folder, Console(quiet=True)
+    )
+    assert [*profiled] == batches
+    assert any(name.endswith('perfetto_trace.json.gz') for name in bucket.names('of/run/profile/'))

@@ -92,10 +92,8 @@ class Reporter:
             with usable(path := folder / name):
                 with storage.atomic_write(path) as partial:
                     partial.write_text(''.join(json.dumps(value) + '\n' for value in values))
-                is_remote = storage.is_remote(path)
-                self._files[name] = (
-                    GrowingObject(path) if is_remote else path.open('a', buffering=1)
-                )
+                remote = storage.is_remote(path)
+                self._files[name] = GrowingObject(path) if remote else path.open('a', buffering=1)
         if experiment.config.tensorboard:
             from tensorboardX import SummaryWriter
 
@@ -125,8 +123,7 @@ class Reporter:
     @property
     def progress(self) -> dict[str, Any]:
         """What the reporter of a run that resumes here starts with, as JSON values."""
-        recent = [metrics._asdict() for metrics in self._recent]
-        return {'recent': recent, 'skipped': self.skipped}
+        return {'recent': [each._asdict() for each in self._recent], 'skipped': self.skipped}
 
     def record_event(self, event: str, step: int | None) -> None:
         """Writes a line to the ledger, while the state is that of `step`; None: of no step."""

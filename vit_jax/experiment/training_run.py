@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import tempfile
 from collections.abc import Callable, Generator, Iterator
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from vit_jax.base import Batch, Params, Path, counted, require, storage, write_json
+from vit_jax.base import Batch, Params, Path, counted, errors, require, storage, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading
@@ -382,24 +383,29 @@ class Run:
 def profile_steps(
     batches: Iterator[Batch], steps: range, profile: range, folder: Path, console: Console
 ) -> Generator[Batch, None, None]:
-    """Yields the batches of `steps` unchanged, and profiles the steps in the range `profile`.
+    """Yields the batches of `steps` unchanged, and profiles the steps in the range `profile`."""
+    first = max(profile.start, steps.start)
+    yield from itertools.islice(batches, first - steps.start)
+    if first in profile:
+        with tempfile.TemporaryDirectory() as local, contextlib.ExitStack() as stack:
+            jax.profiler.start_trace(local, create_perfetto_trace=True)
+            stack.callback(_write_profile, local, folder, console)  # also if the run fails
+            yield from itertools.islice(batches, profile.stop - first)
+    yield from batches
 
-    TensorBoard shows it, with its plugin `xprof`; ui.perfetto.dev shows perfetto_trace.json.gz.
+
+def _write_profile(local: str, folder: Path, console: Console) -> None:
+    """Stops the profiler and copies its files to the folder; a failure is only reported.
+
+    TensorBoard shows them, with its plugin `xprof`; ui.perfetto.dev shows perfetto_trace.json.gz.
     """
-    with contextlib.ExitStack() as profiling:  # also stops the profile of a run that fails
-        for step in steps:
-            if step == max(profile.start, steps.start) and step in profile:
-                profiling.enter_context(_profiled(folder, console))
-            if step == profile.stop:
-                profiling.close()
-            yield next(batches)
-
-
-@contextlib.contextmanager
-def _profiled(folder: Path, console: Console) -> Iterator[None]:
-    # jax cannot write to a bucket.
-    place = tempfile.mkdtemp() if storage.is_remote(folder) else str(folder)
-    console.print(f'profile in {place}: tensorboard --logdir={place}, or Perfetto')
-    with jax.profiler.trace(place, create_perfetto_trace=True):
-        yield
+    try:
         jax.block_until_ready(jax.live_arrays())
+        jax.profiler.stop_trace()  # which cannot write to a bucket
+        for file in storage.folder(local).rglob('*.*'):  # its folders' names have no dots
+            path = folder / file.relative_to(local)
+            storage.make_folder(path.parent)
+            path.write_bytes(file.read_bytes())
+        console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
+    except Exception as error:
+        logging.warning('%s: the profile is not written: %s', folder, errors.one_line(error))

@@ -381,6 +381,14 @@ def test_a_file_of_arrays_is_data(labels, names, class_names, tmp_path):
     assert np.flatnonzero(sizes != source.read_sizes(range(12))).tolist() == [3]
 
 
+def test_arrays_without_splits_hold_out_a_share_of_every_class(tmp_path):
+    np.savez(tmp_path / 'a.npz', all_images=IMAGES, all_labels=LABELS)
+    opened = opening.make_opener()
+    train, test = (opened(str(tmp_path / 'a.npz'), split) for split in ('train', 'test'))
+    assert sorted(test.labels) == [0, 1, 2] and len(train) == 9
+    assert not {*described(train)} & {*described(test)}
+
+
 CHANGES = {
     'train_labels': [
         np.array(list('abc'))[LABELS],

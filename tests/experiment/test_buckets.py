@@ -75,7 +75,7 @@ def test_a_run_on_a_bucket_is_that_in_a_directory_and_is_started_from(bucket, wh
     assert bucket.names('of/run/.') == []  # neither the lock nor the files of the first check
     with training(tmp_path, tmp_path, flags=[f'--config.start_from={STORE}/run']) as (host,):
         assert host.wait() == 0, host.text
-    assert f'{STORE}/run\n' in host.text and 'step 60\n' in host.text
+    assert f'{STORE}/run\n' in host.text and ', step 60: ' in host.text
     flip(bucket, max(bucket.names('of/run/checkpoints/60/params/ocdbt.process_0/d/')))
     with pytest.raises(UserError, match='params/ocdbt'):
         vit_jax.load(f'{STORE}/run')

@@ -18,17 +18,16 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     """
     if old.grid == new.grid:
         return {}
-    (rows, columns), (new_rows, new_columns) = old.grid, new.grid
     text = f'{old.positions} positions of a grid {old.grid} cannot be resized to {new.grid}'
     require(old.positions not in OF_ONE_GRID, text)
     resized = {}
     for name, (has_rows, has_columns) in position_tables(old).items():
-        resized[name] = resize_table(
-            np.asarray(params[name]),
-            (rows if has_rows else 1, columns if has_columns else 1),
-            (new_rows if has_rows else 1, new_columns if has_columns else 1),
-            how=old.position_resize,
+        before, after = (
+            (rows if has_rows else 1, columns if has_columns else 1)
+            for rows, columns in (old.grid, new.grid)
         )
+        table = np.asarray(params[name])
+        resized[name] = resize_table(table, before, after, how=old.position_resize)
     return resized
 
 

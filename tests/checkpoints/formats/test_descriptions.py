@@ -152,7 +152,8 @@ def test_what_a_timm_description_states_twice_or_in_part(root):
         path.write_text(json.dumps(TIMM | said))
         assert vit_jax.load(path.parent).preprocessing.mean[0] == pytest.approx(mean)
     # timm overrides what pretrained_cfg says by what stands beside it.
-    stated = {'num_classes': tiny.CLASSES, 'model_args': {'in_chans': 3, 'num_heads': 2}}
+    # Sizes come from the arrays, whatever the arguments say.
+    stated = {'num_classes': tiny.CLASSES, 'model_args': {'embed_dim': 99, 'num_heads': 2}}
     said = {'pretrained_cfg': {'num_classes': 9, 'input_size': (1, 8, 8)}}
     names = [f'label {i}' for i in range(tiny.CLASSES)]
     path.write_text(json.dumps(TIMM | stated | said | {'label_names': names}))

@@ -20,7 +20,9 @@ from vit_jax.models import ViTConfig
 _FILE = 'open_clip_config.json'
 _BIAS = 'proj.bias'  # of our head; the projection has none
 _BLOCK = 'transformer.resblocks'
-_EPSILON = 1e-5
+# Fields that all these towers share.
+_SHARED: dict[str, Any] = {'pre_norm': True, 'layer_norm_epsilon': 1e-5}
+_SHARED |= {'position_resize': 'bicubic_antialias'}
 _TRAINING_ONLY = r'patch_dropout|output_tokens|timm_(model_pretrained|drop|drop_path|proj_bias)'
 
 
@@ -116,15 +118,14 @@ def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
         raise NeedsHint(f'no {_FILE}: say gelu=quick, as OpenAI trained it, or gelu=exact')
     config, _ = inference.infer_config(
         arrays,
-        inference.with_defaults(hints, Hints(layer_norm_epsilon=_EPSILON)),
+        hints,
         embedding='conv1.weight',
         table='positional_embedding',
         rows=(1,),
         depth=inference.count_layers(arrays, rf'{_BLOCK}\.(\d+)\.'),
         mlp_dim=inference.shape_of(arrays, f'{_BLOCK}.0.mlp.c_fc.bias', 1)[0],
         num_classes=inference.shape_of(arrays, 'proj', 2)[1] if 'proj' in arrays else None,
-        pre_norm=True,
-        position_resize='bicubic_antialias',
+        **_SHARED,
     )
     return config
 
@@ -139,10 +140,8 @@ def _build_config(arrays: Arrays, model: _Model, vision: _Vision) -> ViTConfig:
         mlp_dim=int(vision.width * vision.mlp_ratio),
         num_heads=vision.width // vision.head_width,
         gelu='quick' if model.quick_gelu else 'exact',
-        layer_norm_epsilon=_EPSILON,
-        pre_norm=True,
         num_classes=model.embed_dim if 'proj' in arrays else None,
-        position_resize='bicubic_antialias',
+        **_SHARED,
     )
 
 

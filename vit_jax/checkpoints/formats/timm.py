@@ -236,8 +236,8 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _De
     """Returns the hints, completed by what the name of the architecture says."""
     has_clip_name = '_clip_' in name and not name.startswith('eva')
     is_clip = has_clip_name if name else 'norm_pre.weight' in arrays
-    is_open = is_clip and not name or _QUICK.fullmatch(f'{name} {tag}')
-    if is_open and described.act_layer is None and hints.gelu is None:
+    is_undecided = is_clip and not name or _QUICK.fullmatch(f'{name} {tag}')
+    if is_undecided and described.act_layer is None and hints.gelu is None:
         way = 'say gelu=quick, as it was trained, or gelu=exact, as timm computes it'
         raise NeedsHint(f'{name or "no config.json"}: {way}')
     gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'

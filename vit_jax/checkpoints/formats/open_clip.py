@@ -120,6 +120,7 @@ def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
     config, _ = inference.infer_config(
         arrays,
         inference.with_defaults(hints, Hints(layer_norm_epsilon=_EPSILON)),
+        axes='OIHW',
         embedding='conv1.weight',
         table='positional_embedding',
         rows=(1,),

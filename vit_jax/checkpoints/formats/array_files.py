@@ -160,9 +160,8 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        hint = ' or folder; a remote name begins with hf:, augreg:, vit:, https:// or gs://'
-        hint = '' if pathlib.Path(path).suffix else hint
-        raise MissingFile(f'{path}: no such file{hint}') from error
+        remote = 'a remote name begins with hf:, augreg:, vit:, https:// or gs://'
+        raise MissingFile(f'{path}: no such file or folder; {remote}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = type(error) if isinstance(error, UserError) else UserError
@@ -212,21 +211,20 @@ def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
             f'if you trust the file: python -c "import torch; {saved}"'
         ) from error
     arrays = {}
-    tensors = ((name, leaf) for name, leaf in _flatten(loaded) if isinstance(leaf, torch.Tensor))
-    for name, tensor in tensors:
+    for name, tensor in _flatten(loaded, torch.Tensor):
         dtype = np.dtype(str(tensor.dtype).removeprefix('torch.'))
         read = functools.partial(lambda tensor: tensor.detach().float().numpy(), tensor)
         arrays[name] = _lazy(name, tuple(tensor.shape), dtype, read)
     return arrays
 
 
-def _flatten(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested dictionaries and their keys, joined with dots."""
-    if not isinstance(value, Mapping):
+def _flatten(value: Any, leaf: type, *keys: str) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested dictionaries, each with its keys, joined with dots."""
+    if isinstance(value, leaf):
         yield '.'.join(keys), value
-        return
-    for key, part in value.items():
-        yield from _flatten(part, (*keys, str(key)))
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flatten(part, leaf, *keys, str(key))
 
 
 def _lazy(
@@ -242,8 +240,7 @@ def _lazy(
         array = read()
         array = array.view(dtype) if array.dtype.kind == 'V' else array
         values = array.astype(np.float32)
-        wrong = values.size - np.count_nonzero(np.isfinite(values))
-        require(not wrong, f'{name}: {wrong} values are not finite (NaN or Inf)')
+        require(bool(np.isfinite(values).all()), f'{name}: got NaN or Inf; expected finite values')
         return values
 
     return LazyArray(shape, dtype, checked)

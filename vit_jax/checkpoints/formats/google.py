@@ -23,9 +23,8 @@ _POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input
 PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
 HINTS = Hints(gelu='tanh', layer_norm_epsilon=1e-6)
 _ROOT = 'conv_root/kernel'
-_KNOWN = re.compile(r'(?!.*root_block/)(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)')
-# The first array of each model in a file, but not of the state of an optimizer.
-_PATCHES = re.compile(r'(?!opt/(?!target/))((?:.*/)?)(?:embedding|conv_root)/kernel')
+# The first array of a model, but not of an optimizer's state, nor of a BiT.
+_PATCHES = re.compile(r'(?!opt/(?!target/)|.*root_block/)((?:.*/)?)(?:embedding|conv_root)/kernel')
 _GOOGLE = {_POSITIONS[1], _ROOT}  # names in the files of vision_transformer alone
 _UNIT = 'block{stage}/unit{unit}'
 # The modules of a block, by whether they are numbered through: attention, second norm, MLP.
@@ -183,7 +182,7 @@ GOOGLE = Format[Layout](
 BIGVISION = dataclasses.replace(
     GOOGLE,
     name='bigvision',
-    matches=lambda names: any(map(_KNOWN.fullmatch, names)),
+    matches=lambda names: any(map(_PATCHES.fullmatch, names)),
     parse=functools.partial(_parse, BIGVISION_LAYOUT),
     usual_layout=lambda config: BIGVISION_LAYOUT,
     positions=('learned', 'sincos2d'),

@@ -106,13 +106,13 @@ class Family(NamedTuple):
 
 _DINOV2 = Family(
     'dinov2.',
-    defaults={'layer_norm_eps': 1e-6, 'patch_size': 14},
+    defaults={'layer_norm_eps': 1e-6, 'patch_size': (14, 14)},
     names={f'{_BLOCK}/norm1': '{block}.norm1', f'{_BLOCK}/norm2': '{block}.norm2'} | _MLP,
 )
 _CLIP = Family(
     'vision_model.',
     'encoder.layers.{layer0}',
-    defaults={'layer_norm_eps': 1e-5, 'hidden_act': 'quick_gelu', 'patch_size': 32},
+    defaults={'layer_norm_eps': 1e-5, 'hidden_act': 'quick_gelu', 'patch_size': (32, 32)},
     names={
         'embedding': 'embeddings.patch_embedding',
         'cls': 'embeddings.class_embedding',
@@ -130,7 +130,7 @@ _FAMILIES = {  # by model_type
     'vit_mae': Family('vit.'),
     'vit_msn': Family('vit.', defaults={'layer_norm_eps': 1e-6}),
     'deit': Family('deit.', class_tokens=2),
-    'ijepa': Family('ijepa.', class_tokens=0, defaults={'patch_size': 14}),
+    'ijepa': Family('ijepa.', class_tokens=0, defaults={'patch_size': (14, 14)}),
     'dinov2': _DINOV2,
     'dinov2_with_registers': _DINOV2._replace(
         prefix='dinov2_with_registers.', defaults=_DINOV2.defaults | {'num_register_tokens': 4}
@@ -186,7 +186,6 @@ class Config(Record):
 class Layout(base.Layout):
     """How these files differ."""
 
-    prefix: str = 'vit.'  # '': the file of a model without a head
     family: str = 'vit'  # a key of _FAMILIES
 
 
@@ -213,13 +212,9 @@ def _names_in_file(config: ViTConfig, layout: Layout) -> dict[str, str]:
 
 
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
-    described, arrays = contents.description('config.json'), contents.arrays
+    stated, arrays = contents.description('config.json'), contents.arrays
     prefix = next(match[1] for name in arrays if (match := _PATCHES.fullmatch(name)))
-    remarks = list[str]()
-    if not described:
-        described = _infer_description(arrays, hints, prefix)
-        name = described['model_type']
-        remarks.append(f'no config.json: activation and epsilon are those that {name} usually has')
+    described = stated or _infer_description(arrays, hints, prefix)
     model_type = str(described.get('model_type'))
     family = _TOWERS.get(model_type, model_type)
     types = ', '.join([*_FAMILIES, *_TOWERS])
@@ -239,8 +234,9 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     processor = contents.description('processor_config.json').part('image_processor')
     processor = processor or contents.description('preprocessor_config.json')  # as transformers
     preprocessing, size = huggingface_processor.parse(processor, family)
-    usual = f'images are prepared as is usual for {family}'
-    remarks += [] if processor else [f'no preprocessor_config.json: {usual}']
+    remarks = [] if stated else [f'no config.json: the activation and epsilon of {family}']
+    preparation = f'images are prepared as is usual for {family}'
+    remarks += [] if processor else [f'no preprocessor_config.json: {preparation}']
     projects = family == 'clip_vision_model' and config.num_classes is not None
     return ParsedCheckpoint(
         config,
@@ -278,8 +274,7 @@ def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> J
         raise NeedsHint('no config.json: say gelu=quick, as OpenAI trained it, or gelu=exact')
     layout, usual = Layout(prefix=prefix, family=family), Config(**_FAMILIES[family].defaults)
     defaults = Hints(gelu=_GELUS[usual.hidden_act], layer_norm_epsilon=usual.layer_norm_eps)
-    is_gated = 'mlp.weights_in' in joined or 'mlp.gate_proj' in joined
-    gated: dict[str, Any] = {'gelu': None} if is_gated else {}
+    gated: dict[str, Any] = {'gelu': None} if re.search(r'mlp\.(weights_in|gate)', joined) else {}
     names = _names_in_file(ViTConfig(**gated), layout)
     first = {ours: theirs.replace('{layer0}', '0') for ours, theirs in names.items()}
     block = re.escape(names[f'{_BLOCK}/norm1/scale']).replace(r'\{layer0\}', r'(\d+)')
@@ -296,8 +291,8 @@ def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> J
         **gated,
     )
     zeros = tuple(names[bias] for bias in _BIASES.values() if first[bias] not in arrays)
-    layout = dataclasses.replace(layout, zeros=zeros)
-    return JsonObject(_describe(config, layout), 'config.json')
+    described = _describe(config, dataclasses.replace(layout, zeros=zeros))
+    return JsonObject(described, 'config.json')
 
 
 def _build_config(
@@ -359,8 +354,7 @@ def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, di
         labels = card.class_names or [f'LABEL_{i}' for i in range(count)]
         values['id2label'] = {str(i): name for i, name in enumerate(labels)}
         values['label2id'] = {name: i for i, name in enumerate(labels)}
-        types = {loss: name for name, loss in _LOSSES.items()}
-        values['problem_type'] = types.get(card.loss or '')
+        values['problem_type'] = next((n for n, loss in _LOSSES.items() if loss == card.loss), None)
     processor = huggingface_processor.written(config, card.preprocessing)
     return {'config.json': values, 'preprocessor_config.json': processor}
 

@@ -116,12 +116,10 @@ def infer_config(
 
     Raises:
       NeedsHint: If the arrays leave the grid or the number of heads open.
-      UserError: If an array is missing or has another number of axes.
+      UserError: If an array is missing or has other axes, or positions do not fit the grid.
     """
-    p, q, channels, width = kernel_shape(arrays, embedding, axes)
+    p, q, _, width = kernel_shape(arrays, embedding, axes)
     backbone = infer_backbone(arrays, root, unit, axes) if root in arrays else None
-    if backbone is not None:
-        channels = kernel_shape(arrays, root, axes)[2]
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride
     stated = (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
@@ -131,7 +129,7 @@ def infer_config(
     inferred: dict[str, Any] = {
         'image_size': image_size or (grid[0] * cell[0], grid[1] * cell[1]),
         'patch_size': (p, q),
-        'channels': channels,
+        'channels': kernel_shape(arrays, root if backbone else embedding, axes)[2],
         'backbone': backbone,
         'width': width,
         'positions': 'learned' if table else 'sincos2d',
@@ -145,10 +143,8 @@ def _infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
     known = {size[:3]: size[3] for size in SIZES.values()} | _HEADS
     heads = hints.num_heads or known.get((depth, width, mlp_dim))
     if heads is None:
-        raise NeedsHint(
-            f'the number of heads is not in the file, and {depth} layers of width {width} with an '
-            f'MLP of {mlp_dim} are no known variant; say it with num_heads=N, often width / 64'
-        )
+        size = f'{depth} layers of width {width} with MLPs of {mlp_dim}'
+        raise NeedsHint(f'no known model has {size}: say num_heads=N, often width / 64')
     return heads
 
 
@@ -164,11 +160,11 @@ def _infer_grid(
     side = math.isqrt(count - rows[0])
     grid = known or (side, side)
     row = next((row for row in rows if math.prod(grid) == count - row), None)
-    if row is None and known is None:
-        token = ' and perhaps a class token' if len(rows) > 1 else ''
-        way = 'say which with grid=(ROWS, COLUMNS)'
-        raise NeedsHint(f'{count} positions{token} fit more than one grid; {way}')
-    return grid, rows[0] if row is None else row
+    wrong = f'{table}: {count} positions; expected {math.prod(grid)} for the grid {grid}'
+    require(row is not None or known is None, wrong)
+    if row is None:
+        raise NeedsHint(f'{count} positions fit several grids; say which with grid=(ROWS, COLUMNS)')
+    return grid, row
 
 
 def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
@@ -188,13 +184,8 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
         stages = f'stages {backbone.blocks}' if backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
     images += f': {config.unread}' if config.unread else ''
-    usual = ViTConfig()
-    options = {field: getattr(config, field) for field in _OPTIONS}
-    parts = [
-        f'{name}: {config.depth} layers of width {config.width}',
-        f'{config.num_heads} heads',
-        f'grid {config.grid[0]}x{config.grid[1]} ({images})',
-        *(f'{field}={value}' for field, value in options.items() if value != getattr(usual, field)),
-        ending,
-    ]
-    return ', '.join(parts)
+    usual, values = vars(ViTConfig()), vars(config)
+    options = [f'{field}={values[field]}' for field in _OPTIONS if values[field] != usual[field]]
+    blocks = f'{config.depth} layers of width {config.width}, {config.num_heads} heads'
+    grid = f'grid {config.grid[0]}x{config.grid[1]} ({images})'
+    return ', '.join([f'{name}: {blocks}', grid, *options, ending])

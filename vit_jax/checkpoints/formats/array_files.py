@@ -1,12 +1,11 @@
 """Files that other systems write: arrays, found by name and read one at a time, and JSON objects.
 
-Nothing in a file is executed. An npz member and a PyTorch file carry checksums; a safetensors file
-does not, so the ones that we write carry digests.
+Nothing in a file is executed. An npz member and a PyTorch file carry checksums, which are compared;
+a safetensors file does not.
 """
 
 import contextlib
 import functools
-import hashlib
 import io
 import json
 import os
@@ -25,16 +24,12 @@ R = TypeVar('R', bound=Record)
 # Endings of files of weights.
 ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt', '.ckpt', '.tar'
 # The JSON files next to weights in a folder of transformers, timm or OpenCLIP.
-DESCRIPTIONS = (
-    'config.json',
-    'preprocessor_config.json',
-    'processor_config.json',
-    'open_clip_config.json',
+DESCRIPTIONS = tuple(
+    f'{part}config.json' for part in ('', 'preprocessor_', 'processor_', 'open_clip_')
 )
 # The weights of such a folder are in the first of these files that exists, or in its shards.
 WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin'
 INDEX = '.index.json'  # added to the name of a file of weights that is split into shards
-DIGESTS = 'vit_jax.sha256'  # in a safetensors file's metadata: digests by name
 _TYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
 
 
@@ -122,8 +117,7 @@ def read_array_file(path: pathlib.Path) -> FileContents:
         if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
             return FileContents(_torch(path))
         lfs = '; run `git lfs pull`' if start.startswith(b'version ') else ''
-        kinds = 'an npz, safetensors or PyTorch file'
-        raise UserError(f'begins with {start[:8]!r}; expected {kinds}{lfs}')
+        raise UserError(f'begins with {start[:8]!r}; expected npz, safetensors or PyTorch{lfs}')
 
 
 def read_json(path: pathlib.Path) -> JsonObject:
@@ -148,15 +142,13 @@ def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
 def write_safetensors(
     path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes a safetensors file, with the digest of every array."""
+    """Writes a safetensors file."""
     from safetensors.numpy import save_file
 
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    digests = {name: _digest(array) for name, array in arrays.items()}
     with atomic_write(path) as partial:
         # `format` tells transformers that these are tensors of a PyTorch model.
-        text = {'format': 'pt', DIGESTS: json.dumps(digests)} | dict(metadata)
-        save_file(arrays, str(partial), metadata=text)
+        save_file(arrays, str(partial), metadata={'format': 'pt', **metadata})
 
 
 @contextlib.contextmanager
@@ -168,9 +160,8 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        hint = ' or folder; a remote name begins with hf:, augreg:, vit:, https:// or gs://'
-        hint = '' if pathlib.Path(path).suffix else hint
-        raise MissingFile(f'{path}: no such file{hint}') from error
+        remote = 'a remote name begins with hf:, augreg:, vit:, https:// or gs://'
+        raise MissingFile(f'{path}: no such file or folder; {remote}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = type(error) if isinstance(error, UserError) else UserError
@@ -178,7 +169,7 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
 
 
 def _npz(path: pathlib.Path) -> dict[str, LazyArray]:
-    archive, npy = zipfile.ZipFile(path), np.lib.format
+    archive = zipfile.ZipFile(path)
 
     def read(member: str) -> np.ndarray:  # all of it, so that zipfile compares the checksum
         array: np.ndarray = np.load(io.BytesIO(archive.read(member)), allow_pickle=False)
@@ -188,9 +179,8 @@ def _npz(path: pathlib.Path) -> dict[str, LazyArray]:
     for member in archive.namelist():
         name = member.removesuffix('.npy')
         with archive.open(member) as file:
-            first = npy.read_magic(file) == (1, 0)
-            header = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
-            shape, _, dtype = header(file)
+            np.lib.format.read_magic(file)  # version 1.0, unless an array has named fields
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         arrays[name] = _lazy(name, shape, dtype, functools.partial(read, member))
     return arrays
 
@@ -199,21 +189,13 @@ def _safetensors(path: pathlib.Path) -> FileContents:
     from safetensors import safe_open
 
     file = safe_open(str(path), framework='numpy')
-    metadata = dict(file.metadata() or {})
-    digests = JsonObject(json.loads(metadata.pop(DIGESTS, '{}')), DIGESTS)
-
-    def read(name: str) -> np.ndarray:
-        array: np.ndarray = file.get_tensor(name)
-        if digests and _digest(array) != digests.get(name):
-            raise UserError(f'{name} is damaged: its digest is not the one that was written')
-        return array
-
     arrays = {}
     for name in file.keys():
         part = file.get_slice(name)
         dtype = np.dtype(_TYPES.get(part.get_dtype(), 'void'))
-        arrays[name] = _lazy(name, tuple(part.get_shape()), dtype, functools.partial(read, name))
-    return FileContents(arrays, metadata)
+        read = functools.partial(file.get_tensor, name)
+        arrays[name] = _lazy(name, tuple(part.get_shape()), dtype, read)
+    return FileContents(arrays, file.metadata() or {})
 
 
 def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
@@ -229,21 +211,20 @@ def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
             f'if you trust the file: python -c "import torch; {saved}"'
         ) from error
     arrays = {}
-    for name, tensor in _flatten(loaded, torch.Tensor).items():
+    for name, tensor in _flatten(loaded, torch.Tensor):
         dtype = np.dtype(str(tensor.dtype).removeprefix('torch.'))
         read = functools.partial(lambda tensor: tensor.detach().float().numpy(), tensor)
         arrays[name] = _lazy(name, tuple(tensor.shape), dtype, read)
     return arrays
 
 
-def _flatten(value: Any, leaf: type, prefix: str = '') -> dict[str, Any]:
-    """Returns the leaves of nested dictionaries by their keys, joined with dots."""
+def _flatten(value: Any, leaf: type, *keys: str) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of nested dictionaries, each with its keys, joined with dots."""
     if isinstance(value, leaf):
-        return {prefix: value}
-    found = dict[str, Any]()
-    for key, part in value.items() if isinstance(value, Mapping) else ():
-        found |= _flatten(part, leaf, f'{prefix}.{key}' if prefix else str(key))
-    return found
+        yield '.'.join(keys), value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flatten(part, leaf, *keys, str(key))
 
 
 def _lazy(
@@ -259,12 +240,7 @@ def _lazy(
         array = read()
         array = array.view(dtype) if array.dtype.kind == 'V' else array
         values = array.astype(np.float32)
-        wrong = values.size - np.count_nonzero(np.isfinite(values))
-        require(not wrong, f'{name}: {wrong} values are not finite (NaN or Inf)')
+        require(bool(np.isfinite(values).all()), f'{name}: got NaN or Inf; expected finite values')
         return values
 
     return LazyArray(shape, dtype, checked)
-
-
-def _digest(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()

@@ -7,24 +7,25 @@ front of them, and in where positions are. One name map serves both.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
 from typing import Any
 
-from vit_jax.base import require
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents
 from vit_jax.checkpoints.formats.base import Format, ParsedCheckpoint
 from vit_jax.checkpoints.formats.name_map import SAME, ArrayTransform, NameRule, flax_module
+from vit_jax.checkpoints.formats.wrappers import choose_prefix
 from vit_jax.data.image_preprocessing import Preprocessing, Resize
-from vit_jax.models import Backbone, ModelConfig, Pool, ResNetConfig, ViTConfig
+from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig
 
 _POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input/', 'Transformer/'))
 # Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
 PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
 HINTS = Hints(gelu='tanh', layer_norm_epsilon=1e-6)
-_ATTENTION = 'query', 'key', 'value', 'out'
-_KNOWN = re.compile(r'(?!.*root_block/)(.*/)?(embedding/kernel|conv_root/kernel|Transformer/.*)')
+_ROOT = 'conv_root/kernel'
+# The first array of a model, but not of an optimizer's state, nor of a BiT.
+_PATCHES = re.compile(r'(?!opt/(?!target/)|.*root_block/)((?:.*/)?)(?:embedding|conv_root)/kernel')
+_GOOGLE = {_POSITIONS[1], _ROOT}  # names in the files of vision_transformer alone
 _UNIT = 'block{stage}/unit{unit}'
 # The modules of a block, by whether they are numbered through: attention, second norm, MLP.
 _MODULES = {
@@ -55,18 +56,8 @@ BIGVISION_LAYOUT = Layout(
 )
 
 
-def _matches_google(names: Iterable[str]) -> bool:
-    """As the paper's code writes them: nothing in front, positions at their place, no MAP head."""
-    names = set(names)
-    if not any(name.startswith('Transformer/') for name in names):
-        return 'conv_root/kernel' in names
-    return _POSITIONS[1] in names and 'MAPHead_0/probe' not in names
-
-
 def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
-    attention, norm2, mlp = _MODULES[layout.before_linen]
     block = f'Transformer/encoderblock{"" if layout.stacked else "_{layer0}"}'
-    ours = 'encoder/block'
     group = ArrayTransform(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
     group = group if layout.group_norm_4d else SAME
     has_token = isinstance(config, ViTConfig) and config.pool == 'cls'
@@ -75,40 +66,37 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
         *flax_module('embedding', 'embedding'),
         NameRule('cls', ('cls',)),
         NameRule(layout.positions, ('pos_embedding',), positions),
-        *flax_module(f'{block}/LayerNorm_0', f'{ours}/norm1'),
-        *flax_module(f'{block}/{norm2}', f'{ours}/norm2'),
-        *flax_module(f'{block}/{mlp}/Dense_0', f'{ours}/mlp/dense1'),
-        *flax_module(f'{block}/{mlp}/Dense_1', f'{ours}/mlp/dense2'),
+        *flax_module(f'{block}/LayerNorm_0', 'encoder/block/norm1'),
+        *flax_module(f'{block}/{_MODULES[layout.before_linen][1]}', 'encoder/block/norm2'),
         *flax_module('Transformer/encoder_norm', 'encoder/norm'),
         *flax_module('pre_logits', 'pre_logits'),
         *flax_module('head', 'head'),
         *flax_module('conv_root', 'backbone/conv_root'),
         *flax_module('gn_root', 'backbone/norm_root', group),
     ]
-    for projection in _ATTENTION:
-        rules += flax_module(f'{block}/{attention}/{projection}', f'{ours}/attention/{projection}')
-    for stage, unit in name_map.units(config):
-        there, here = _UNIT.format(stage=stage, unit=unit), f'backbone/stage{stage}/unit{unit}'
-        for index in ('1', '2', '3', '_proj'):
-            rules += flax_module(f'{there}/conv{index}', f'{here}/conv{index}')
-            rules += flax_module(f'{there}/gn{index}', f'{here}/norm{index}', group)
+    blocks = [(block, 'encoder/block', layout.before_linen)]
     if layout.map_head:
-        head = 'MAPHead_0/'
-        rules.append(NameRule(f'{head}probe', ('pool/probe',)))
-        rules += flax_module(f'{head}LayerNorm_0', 'pool/norm')
-        rules += flax_module(f'{head}MlpBlock_0/Dense_0', 'pool/mlp/dense1')
-        rules += flax_module(f'{head}MlpBlock_0/Dense_1', 'pool/mlp/dense2')
-        for projection in _ATTENTION:
-            theirs = f'{head}MultiHeadDotProductAttention_0/{projection}'
-            rules += flax_module(theirs, f'pool/attention/{projection}')
+        blocks.append(('MAPHead_0', 'pool', False))
+        rules.append(NameRule('MAPHead_0/probe', ('pool/probe',)))
+        rules += flax_module('MAPHead_0/LayerNorm_0', 'pool/norm')
+    for theirs, ours, before_linen in blocks:
+        attention, _, mlp = _MODULES[before_linen]
+        for name in ('query', 'key', 'value', 'out'):
+            rules += flax_module(f'{theirs}/{attention}/{name}', f'{ours}/attention/{name}')
+        for number in (0, 1):
+            rules += flax_module(f'{theirs}/{mlp}/Dense_{number}', f'{ours}/mlp/dense{number + 1}')
+    for stage, unit in name_map.units(config):
+        theirs, ours = _UNIT.format(stage=stage, unit=unit), f'backbone/stage{stage}/unit{unit}'
+        for index in ('1', '2', '3', '_proj'):
+            rules += flax_module(f'{theirs}/conv{index}', f'{ours}/conv{index}')
+            rules += flax_module(f'{theirs}/gn{index}', f'{ours}/norm{index}', group)
     return [rule._replace(theirs=layout.prefix + rule.theirs) for rule in rules]
 
 
 def as_published(card: Card) -> Card:
     """The card of a network of the papers as their own file has it, if others converted it."""
-    model = card.model
-    if isinstance(model, ViTConfig):
-        model = dataclasses.replace(model, position_resize='bilinear')
+    vit: Any = card.model
+    model = dataclasses.replace(vit, position_resize='bilinear')
     return dataclasses.replace(card, model=model, preprocessing=PREPROCESSING, class_names=())
 
 
@@ -123,32 +111,24 @@ def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
 
 
 def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
-    known = 'params/', 'opt/target/'
-    prefix = next((p for p in known if any(n.startswith(p) for n in contents.arrays)), '')
-    prefix += f'{contents.key}/' if contents.key else ''
+    matches = (_PATCHES.fullmatch(name) for name in contents.arrays)
+    prefixes = sorted({match[1] for match in matches if match})
+    prefix = choose_prefix(prefixes, contents.key) if prefixes else ''
     inside = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
-    require(bool(inside), f'no array is under {prefix}')
-    end = '/embedding/kernel'
-    towers = [f':{name.removesuffix(end)}' for name in inside if name.endswith(end)]
-    alone = not towers or 'embedding/kernel' in inside
-    require(alone, f'several models: add {" or ".join(towers)} to the name of the file')
-    root = 'conv_root/kernel'
-    if root in inside and not any(name.startswith('Transformer/') for name in inside):
-        backbone = inference.infer_backbone(inside, root, _UNIT)
+    if _ROOT in inside and not any(name.startswith('Transformer/') for name in inside):
+        layout = usual
         config: ModelConfig = ResNetConfig(
-            channels=inference.kernel_shape(inside, root)[2],
-            backbone=backbone or Backbone(),
+            channels=inference.kernel_shape(inside, _ROOT, 'HWIO')[2],
+            backbone=inference.infer_backbone(inside, _ROOT, _UNIT, 'HWIO'),
             num_classes=inference.length_of(inside, 'head/bias'),
         )
-        layout = usual
     else:
         config, layout = _parse_vit(usual, inside, inference.with_defaults(hints, HINTS))
-    if 'gn_root/scale' in inside:
-        is_4d = len(inside['gn_root/scale'].shape) == 4
-        layout = dataclasses.replace(layout, group_norm_4d=is_4d)
-    # What is outside belongs to the training of such a file, or to another tower.
+    norm = inside.get('gn_root/scale')
+    is_4d = len(norm.shape) == 4 if norm else layout.group_norm_4d
+    layout = dataclasses.replace(layout, prefix=prefix, group_norm_4d=is_4d)
+    # Other arrays belong to the training that wrote the file, or to another tower.
     outside = f'(?!{re.escape(prefix)}).*' if prefix else None
-    layout = dataclasses.replace(layout, prefix=prefix)
     return ParsedCheckpoint(config, layout, PREPROCESSING, ignored=outside)
 
 
@@ -160,13 +140,12 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
     pool: Pool = 'cls' if 'cls' in arrays else 'gap'
     pool = 'map' if 'MAPHead_0/probe' in arrays else pool
     table = next((name for name in _POSITIONS if name in arrays), None)
-    # Only big_vision has models without a table: one whose table is missing is damaged.
-    require(table is not None or not before_linen, f'the array {_POSITIONS[1]} is missing')
     config, row = inference.infer_config(
         arrays,
         hints,
+        axes='HWIO',
         embedding='embedding/kernel',
-        root='conv_root/kernel',
+        root=_ROOT,
         unit=_UNIT,
         table=table,
         # Only big_vision keeps positions at the root, and never with a row for the class token.
@@ -193,7 +172,7 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
 GOOGLE = Format[Layout](
     name='google',
     suffix='.npz',
-    matches=_matches_google,
+    matches=lambda names: 'MAPHead_0/probe' not in names and not _GOOGLE.isdisjoint(names),
     parse=functools.partial(_parse, GOOGLE_LAYOUT),
     rules=_rules,
     usual_layout=lambda config: GOOGLE_LAYOUT,
@@ -203,7 +182,7 @@ GOOGLE = Format[Layout](
 BIGVISION = dataclasses.replace(
     GOOGLE,
     name='bigvision',
-    matches=lambda names: any(map(_KNOWN.fullmatch, names)),
+    matches=lambda names: any(map(_PATCHES.fullmatch, names)),
     parse=functools.partial(_parse, BIGVISION_LAYOUT),
     usual_layout=lambda config: BIGVISION_LAYOUT,
     positions=('learned', 'sincos2d'),

@@ -8,47 +8,73 @@ the names of the arrays tell the model_type, and their shapes the sizes.
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from vit_jax.base import Record, require
+from vit_jax.base import Record, require, tree_names
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, huggingface_processor, inference, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
 from vit_jax.checkpoints.formats.base import Format, ParsedCheckpoint
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRule
-from vit_jax.models import Gelu, Pool, ViTConfig
+from vit_jax.models import Gelu, Pool, ViTConfig, abstract_params
 
-_PATCHES = re.compile(r'.*embeddings\.patch_embeddings?(\.projection)?\.weight')
-# Arrays next to the model: of masked pre-training, and of the text tower.
-_IGNORED = r'(.*\.)?embeddings\.mask_token|decoder\..*|.*\.position_ids'
-_TEXT = r'text_model\..*|text_projection\..*|logit_(scale|bias)'
-_MAP_HEAD = r'(vision_model\.)?head\..*'
-_GELUS: dict[str, Gelu] = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick'}
-_GELUS |= {'gelu_new': 'tanh', 'gelu_fast': 'tanh'}
-_HIDDEN_ACT = {'exact': 'gelu', 'tanh': 'gelu_pytorch_tanh', 'quick': 'quick_gelu', None: 'silu'}
-# By the loss of the training.
-_PROBLEM_TYPES = {'softmax': 'single_label_classification'}
-_PROBLEM_TYPES |= {'sigmoid': 'multi_label_classification', 'regression': 'regression'}
+_PATCHES = re.compile(r'(.*?)embeddings\.patch_embeddings?(\.projection)?\.weight')
+# Arrays that a model may not use: of masked pre-training, of the text tower, of a pooling.
+_IGNORED = (
+    r'(.*\.)?embeddings\.mask_token|decoder\..*|.*\.position_ids|text_(model|projection)\..*'
+    r'|logit_(scale|bias)|(vision_model\.)?head\.(probe|(attention|layernorm|mlp)\..*)'
+)
+# By hidden_act. SiLU is the activation of a SwiGLU.
+_GELUS: dict[str, Gelu | None]
+_GELUS = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick', 'silu': None}
+# The loss of the training, by problem_type.
+_LOSSES = {
+    'single_label_classification': 'softmax',
+    'multi_label_classification': 'sigmoid',
+    'regression': 'regression',
+}
 # Keys that other models use, with the only value that is supported.
 _ONLY: dict[str, Any] = {'auto_map': None, 'quantization_config': None, 'rope_scaling': None}
 _ONLY |= {'rope_theta': 100.0, 'pooler_act': 'tanh', 'proj_bias': True, 'mlp_bias': True}
+# Keys and the fields of `ViTConfig` with the same value.
+_FIELDS = {
+    'image_size': 'image_size',
+    'patch_size': 'patch_size',
+    'num_channels': 'channels',
+    'hidden_size': 'width',
+    'num_hidden_layers': 'depth',
+    'num_attention_heads': 'num_heads',
+    'intermediate_size': 'mlp_dim',
+    'num_register_tokens': 'registers',
+}
+# In the image towers, whose arrays have no axis for the batch.
+_TRANSFORMS = {'embeddings.class_embedding': VECTOR}
+_TRANSFORMS |= {'embeddings.position_embedding.weight': NO_BATCH}
 _QKV = 'query', 'key', 'value'
 _BLOCK = 'encoder/block'
-_SWIGLU = 'encoder.layer.{layer0}.mlp.weights'  # of DINOv2
-# Theirs by ours, in models such as ViT: of modules, and of single arrays.
-_MODULES = {
+_BIASES = {f'{name}_bias': f'{_BLOCK}/attention/{name}/bias' for name in _QKV}
+# Modules and single arrays of models such as ViT in the file, by our names.
+_NAMES = {
     'embedding': 'embeddings.patch_embeddings.projection',
+    'cls': 'embeddings.cls_token',
+    'dist': 'embeddings.distillation_token',
+    'registers': 'embeddings.register_tokens',
+    'pos_embedding': 'embeddings.position_embeddings',
     'pre_norm': 'pre_layrnorm',
     f'{_BLOCK}/norm1': '{block}.layernorm_before',
     f'{_BLOCK}/norm2': '{block}.layernorm_after',
     **{f'{_BLOCK}/attention/{name}': f'{{block}}.attention.attention.{name}' for name in _QKV},
     f'{_BLOCK}/attention/out': '{block}.attention.output.dense',
+    f'{_BLOCK}/attention_scale': '{block}.layer_scale1.lambda1',
     f'{_BLOCK}/mlp/gate': '{block}.mlp.gate_proj',
     f'{_BLOCK}/mlp/dense1': '{block}.intermediate.dense',
     f'{_BLOCK}/mlp/dense2': '{block}.output.dense',
+    f'{_BLOCK}/mlp_scale': '{block}.layer_scale2.lambda1',
     'encoder/norm': 'layernorm',
     'pre_logits': 'pooler.dense',
+    'pool/probe': 'head.probe',
     'pool/attention/out': 'head.attention.out_proj',
     'pool/norm': 'head.layernorm',
     'pool/mlp/dense1': 'head.mlp.fc1',
@@ -56,15 +82,6 @@ _MODULES = {
     'head': 'classifier',
     'head/cls': 'cls_classifier',
     'head/dist': 'distillation_classifier',
-}
-_ARRAYS = {
-    'cls': 'embeddings.cls_token',
-    'dist': 'embeddings.distillation_token',
-    'registers': 'embeddings.register_tokens',
-    'pos_embedding': 'embeddings.position_embeddings',
-    f'{_BLOCK}/attention_scale': '{block}.layer_scale1.lambda1',
-    f'{_BLOCK}/mlp_scale': '{block}.layer_scale2.lambda1',
-    'pool/probe': 'head.probe',
 }
 
 
@@ -83,22 +100,19 @@ class Family(NamedTuple):
     prefix: str  # in front of all names but the head's, in a model with a head
     block: str = 'encoder.layer.{layer0}'  # {layer0} is its number
     class_tokens: int = 1
-    processor: str = 'ViT'  # prepares images if no file says which one does
     defaults: dict[str, Any] = {}  # of a config.json, if they differ from the defaults of `Config`
-    names: dict[str, str] = {}  # that differ from _MODULES and _ARRAYS
+    names: dict[str, str] = {}  # that differ from _NAMES
 
 
 _DINOV2 = Family(
     'dinov2.',
-    processor='Dinov2',
-    defaults={'layer_norm_eps': 1e-6, 'patch_size': 14},
+    defaults={'layer_norm_eps': 1e-6, 'patch_size': (14, 14)},
     names={f'{_BLOCK}/norm1': '{block}.norm1', f'{_BLOCK}/norm2': '{block}.norm2'} | _MLP,
 )
 _CLIP = Family(
     'vision_model.',
     'encoder.layers.{layer0}',
-    processor='CLIP',
-    defaults={'layer_norm_eps': 1e-5, 'hidden_act': 'quick_gelu', 'patch_size': 32},
+    defaults={'layer_norm_eps': 1e-5, 'hidden_act': 'quick_gelu', 'patch_size': (32, 32)},
     names={
         'embedding': 'embeddings.patch_embedding',
         'cls': 'embeddings.class_embedding',
@@ -115,8 +129,8 @@ _FAMILIES = {  # by model_type
     'vit': Family('vit.'),
     'vit_mae': Family('vit.'),
     'vit_msn': Family('vit.', defaults={'layer_norm_eps': 1e-6}),
-    'deit': Family('deit.', class_tokens=2, processor='DeiT'),
-    'ijepa': Family('ijepa.', class_tokens=0, defaults={'patch_size': 14}),
+    'deit': Family('deit.', class_tokens=2),
+    'ijepa': Family('ijepa.', class_tokens=0, defaults={'patch_size': (14, 14)}),
     'dinov2': _DINOV2,
     'dinov2_with_registers': _DINOV2._replace(
         prefix='dinov2_with_registers.', defaults=_DINOV2.defaults | {'num_register_tokens': 4}
@@ -124,7 +138,6 @@ _FAMILIES = {  # by model_type
     'dinov3_vit': Family(
         '',
         'layer.{layer0}',
-        processor='DINOv3ViT',
         defaults={'layer_norm_eps': 1e-5, 'hidden_size': 384, 'intermediate_size': 1536}
         | {'num_attention_heads': 6, 'key_bias': False},
         names=_DINOV2.names
@@ -139,7 +152,6 @@ _FAMILIES = {  # by model_type
     'clip_vision_model': _CLIP,
     'siglip_vision_model': _CLIP._replace(
         class_tokens=0,
-        processor='Siglip',
         defaults={'layer_norm_eps': 1e-6, 'hidden_act': 'gelu_pytorch_tanh'},
         names=_CLIP.names | {'head': 'classifier'},
     ),
@@ -161,163 +173,134 @@ class Config(Record):
     intermediate_size: int = 3072
     mlp_ratio: float = 4.0  # of DINOv2
     num_register_tokens: int = 0
-    hidden_act: Literal[
-        'gelu', 'gelu_pytorch_tanh', 'gelu_new', 'gelu_fast', 'quick_gelu', 'silu'
-    ] = 'gelu'
+    hidden_act: Literal['gelu', 'gelu_pytorch_tanh', 'quick_gelu', 'silu'] = 'gelu'
     layer_norm_eps: float = 1e-12
     qkv_bias: bool = True
     query_bias: bool = True  # these three of DINOv3
     key_bias: bool = True
     value_bias: bool = True
     use_swiglu_ffn: bool = False  # of DINOv2
-    use_gated_mlp: bool = False  # of DINOv3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(base.Layout):
     """How these files differ."""
 
-    prefix: str = 'vit.'  # '': the file of a model without a head
     family: str = 'vit'  # a key of _FAMILIES
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Their names by ours, without what is in front of them."""
-        family = _FAMILIES[self.family]
-        names = _MODULES | _ARRAYS | family.names
-        return {ours: theirs.replace('{block}', family.block) for ours, theirs in names.items()}
-
-    @property
-    def biases(self) -> list[str]:
-        """The biases of queries, keys and values in all blocks."""
-        return [f'{self.prefix}{self.names[f"{_BLOCK}/attention/{name}"]}.bias' for name in _QKV]
-
-    @property
-    def is_tower(self) -> bool:
-        """Whether this is the image tower of CLIP or SigLIP."""
-        return self.family in _TOWERS.values()
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
-    names = layout.names
-    transforms = {'cls': VECTOR, 'pos_embedding': NO_BATCH} if layout.is_tower else {}
-    rules = [NameRule(names[ours], (ours,), transforms.get(ours, SAME)) for ours in _ARRAYS]
-    modules = {ours: names[ours] for ours in _MODULES}
-    if config.gelu is None and layout.family.startswith('dinov2'):  # gate and value are one matrix
-        modules = {ours: theirs for ours, theirs in modules.items() if '/mlp/' not in ours}
-        rules += module(f'{_SWIGLU}_in', f'{_BLOCK}/mlp/gate', f'{_BLOCK}/mlp/dense1')
-        rules += module(f'{_SWIGLU}_out', f'{_BLOCK}/mlp/dense2')
-    for ours, theirs in modules.items():
-        rules += module(theirs, ours)
-    # SigLIP's attention pooling.
+    family, prefix = _FAMILIES[layout.family], layout.prefix
+    names = _NAMES | family.names
     joined = (f'pool/attention/{name}' for name in _QKV)
-    rules += module('head.attention.in_proj', *joined, separator='_')
-    heads = [rule for rule in rules if rule.ours[0].startswith('head/')]
-    body = [rule for rule in rules if rule not in heads]
-    return heads + [rule._replace(theirs=layout.prefix + rule.theirs) for rule in body]
+    rules = module(f'{prefix}head.attention.in_proj', *joined, separator='_')
+    if config.gelu is None and layout.family.startswith('dinov2'):  # gate and value are one matrix
+        names = {ours: theirs for ours, theirs in names.items() if '/mlp/' not in ours}
+        weights = f'{prefix}{family.block}.mlp.weights'
+        rules += module(f'{weights}_in', f'{_BLOCK}/mlp/gate', f'{_BLOCK}/mlp/dense1')
+        rules += module(f'{weights}_out', f'{_BLOCK}/mlp/dense2')
+    for ours, theirs in names.items():
+        path = ('' if ours.startswith('head') else prefix) + theirs.replace('{block}', family.block)
+        rules += [NameRule(path, (ours,), _TRANSFORMS.get(theirs, SAME)), *module(path, ours)]
+    return rules
+
+
+def _names_in_file(config: ViTConfig, layout: Layout) -> dict[str, str]:
+    """Returns the names in the file by our names, with {layer0} for the number of a block."""
+    return {ours: rule.theirs for rule in _rules(config, layout) for ours in rule.ours}
 
 
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
-    described, arrays = contents.description('config.json'), contents.arrays
-    remarks = list[str]()
-    if not described:
-        described = _infer_description(arrays, hints)
-        name = described['model_type']
-        remarks.append(f'no config.json: activation and epsilon are those that {name} usually has')
+    stated, arrays = contents.description('config.json'), contents.arrays
+    prefix = next(match[1] for name in arrays if (match := _PATCHES.fullmatch(name)))
+    described = stated or _infer_description(arrays, hints, prefix)
     model_type = str(described.get('model_type'))
     family = _TOWERS.get(model_type, model_type)
     types = ', '.join([*_FAMILIES, *_TOWERS])
     wrong = f'config.json: model_type={model_type!r} is not supported: expected one of {types}'
     require(family in _FAMILIES, wrong)
-    known = _FAMILIES[family]
+    layout = Layout(prefix=prefix, family=family)
     values = described.part('vision_config') if model_type in _TOWERS else described
     values.expect(_ONLY)
     values.part('rope_parameters').expect({'rope_theta': 100.0})
-    fields = values.record(Config, defaults=known.defaults)
-    values.expect({'hidden_act': 'silu'} if fields.use_gated_mlp else {})
-    layout = _layout_of(family, arrays)
-    has_bias = fields.query_bias, fields.key_bias, fields.value_bias
-    pairs = zip(layout.biases, has_bias, strict=True)
-    zeros = [bias for bias, has in pairs if not (has and fields.qkv_bias)]
-    zeros += ['visual_projection.bias'] if family == 'clip_vision_model' else []
-    config = _model(fields, layout, arrays, hints)
+    fields = values.record(Config, defaults=_FAMILIES[family].defaults)
+    values.expect({'use_gated_mlp': fields.hidden_act == 'silu'})  # of DINOv3
+    config = _build_config(fields, layout, arrays, hints)
+    names = _names_in_file(config, layout)
+    has_bias = {key: fields.qkv_bias and getattr(fields, key) for key in _BIASES}
+    zeros = [names[bias] for key, bias in _BIASES.items() if not has_bias[key]]
+    zeros += [names['head/bias']] if family == 'clip_vision_model' else []
     processor = contents.description('processor_config.json').part('image_processor')
     processor = processor or contents.description('preprocessor_config.json')  # as transformers
-    preprocessing, size = huggingface_processor.parse(processor, known.processor)
-    usual = f'images are prepared as is usual for {family}'
-    remarks += [] if processor else [f'no preprocessor_config.json: {usual}']
-    problem = described.get('problem_type')
-    loss = next((loss for loss, name in _PROBLEM_TYPES.items() if name == problem), problem)
+    preprocessing, size = huggingface_processor.parse(processor, family)
+    remarks = [] if stated else [f'no config.json: the activation and epsilon of {family}']
+    preparation = f'images are prepared as is usual for {family}'
+    remarks += [] if processor else [f'no preprocessor_config.json: {preparation}']
     projects = family == 'clip_vision_model' and config.num_classes is not None
-    ignored = [_IGNORED] + [_TEXT] * layout.is_tower
-    ignored += [_MAP_HEAD] * (layout.is_tower and config.pool != 'map')
     return ParsedCheckpoint(
         config,
         dataclasses.replace(layout, zeros=tuple(zeros)),
         preprocessing,
         class_names=_class_names(described, config.num_classes),
-        ignored='|'.join(ignored),
-        loss='contrastive' if projects else loss,
+        ignored=_IGNORED,
+        loss='contrastive' if projects else _LOSSES.get(str(described.get('problem_type'))),
         remarks=tuple(remarks),
         processor_size=size if processor else None,
     )
 
 
-def _layout_of(family: str, arrays: inference.Arrays) -> Layout:
-    prefix = _FAMILIES[family].prefix
-    has_prefix = any(name.startswith(prefix) for name in arrays)
-    return Layout(prefix=prefix if has_prefix else '', family=family)
-
-
-def _infer_description(arrays: inference.Arrays, hints: Hints) -> JsonObject:
-    """Returns the config.json of a file without one, for the usual model of its family."""
-    joined = '\n'.join(arrays)
-    is_dino = 'layer_scale1' in joined
+def _family_of(has: Callable[[str], bool]) -> str:
+    """Returns the model_type of a model, of which `has` says whether it has a module or array."""
+    is_dino = has(f'{_BLOCK}/attention_scale')
     kinds = {
-        'clip_vision_model': 'pre_layrnorm' in joined,
-        'siglip_vision_model': 'position_embedding.weight' in joined,
-        'dinov3_vit': is_dino and 'position_embeddings' not in joined,
-        'dinov2_with_registers': is_dino and 'register_tokens' in joined,
+        'clip_vision_model': has('pre_norm'),
+        'siglip_vision_model': has('pool/probe'),
+        'dinov3_vit': is_dino and not has('pos_embedding'),
+        'dinov2_with_registers': has('registers'),
         'dinov2': is_dino,
-        'deit': 'distillation_token' in joined,
-        'vit': 'cls_token' in joined,
+        'deit': has('dist'),
+        'vit': has('cls'),
         'ijepa': True,
     }
-    family = next(name for name, fits in kinds.items() if fits)
+    return next(name for name, fits in kinds.items() if fits)
+
+
+def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> JsonObject:
+    """Returns the config.json of a file without one, for the usual model of its family."""
+    joined = '\n'.join(arrays)
+    family = _family_of(lambda ours: _NAMES[ours].removeprefix('{block}') in joined)
     if family == 'clip_vision_model' and hints.gelu is None:
         raise NeedsHint('no config.json: say gelu=quick, as OpenAI trained it, or gelu=exact')
-    known, layout = _FAMILIES[family], _layout_of(family, arrays)
-    usual = JsonObject({}, 'config.json').record(Config, defaults=known.defaults)
+    layout, usual = Layout(prefix=prefix, family=family), Config(**_FAMILIES[family].defaults)
     defaults = Hints(gelu=_GELUS[usual.hidden_act], layer_norm_epsilon=usual.layer_norm_eps)
-    names = {ours: layout.prefix + theirs for ours, theirs in layout.names.items()}
-    second = f'{names[f"{_BLOCK}/mlp/dense2"]}.weight'
-    if 'mlp.weights_out' in joined:
-        second = f'{layout.prefix}{_SWIGLU}_out.weight'
-    is_gated = 'mlp.weights_in' in joined or 'mlp.gate_proj' in joined
-    gated: dict[str, Any] = {'gelu': None} if is_gated else {}
-    blocks = re.escape(layout.prefix + known.block).replace(r'\{layer0\}', r'(\d+)')
-    registers = names['registers']
+    gated: dict[str, Any] = {'gelu': None} if re.search(r'mlp\.(weights_in|gate)', joined) else {}
+    names = _names_in_file(ViTConfig(**gated), layout)
+    first = {ours: theirs.replace('{layer0}', '0') for ours, theirs in names.items()}
+    block = re.escape(names[f'{_BLOCK}/norm1/scale']).replace(r'\{layer0\}', r'(\d+)')
     config, _ = inference.infer_config(
         arrays,
         inference.with_defaults(hints, defaults),
-        embedding=f'{names["embedding"]}.weight',
+        axes='OIHW',
+        embedding=names['embedding/kernel'],
         table=None if family == 'dinov3_vit' else names['pos_embedding'],
-        rows=(known.class_tokens,),
-        depth=inference.count_layers(arrays, rf'{blocks}\.'),
-        mlp_dim=inference.shape_of(arrays, second.replace('{layer0}', '0'), 2)[1],
-        registers=inference.shape_of(arrays, registers, 3)[1] if registers in arrays else 0,
+        rows=(_FAMILIES[family].class_tokens,),
+        depth=inference.count_layers(arrays, block),
+        mlp_dim=inference.shape_of(arrays, first[f'{_BLOCK}/mlp/dense2/kernel'], 2)[1],
+        registers=arrays[names['registers']].shape[1] if names['registers'] in arrays else 0,
         **gated,
     )
-    zeros = tuple(b for b in layout.biases if b.replace('{layer0}', '0') not in arrays)
-    layout = dataclasses.replace(layout, zeros=zeros)
-    return JsonObject(_describe(config, layout), 'config.json')
+    zeros = tuple(names[bias] for bias in _BIASES.values() if first[bias] not in arrays)
+    described = _describe(config, dataclasses.replace(layout, zeros=zeros))
+    return JsonObject(described, 'config.json')
 
 
-def _model(fields: Config, layout: Layout, arrays: inference.Arrays, hints: Hints) -> ViTConfig:
+def _build_config(
+    fields: Config, layout: Layout, arrays: inference.Arrays, hints: Hints
+) -> ViTConfig:
     family, tokens = layout.family, _FAMILIES[layout.family].class_tokens
-    heads = f'{layout.names["head"]}.weight', 'cls_classifier.weight'
-    head = next((name for name in heads if name in arrays), None)
+    heads = (_NAMES | _FAMILIES[family].names)['head'], _NAMES['head/cls']
+    head = next((f'{name}.weight' for name in heads if f'{name}.weight' in arrays), None)
     pool: Pool = 'cls' if tokens else 'gap'
     if f'{layout.prefix}head.probe' in arrays and not head:
         pool = 'map'
@@ -325,37 +308,24 @@ def _model(fields: Config, layout: Layout, arrays: inference.Arrays, hints: Hint
         pool = 'cls_gap'
     elif head == 'cls_classifier.weight':
         pool = 'cls_dist'
-    gated = fields.use_swiglu_ffn or fields.use_gated_mlp
-    mlp_dim = fields.intermediate_size
-    if family.startswith('dinov2'):
-        mlp_dim = _dinov2_mlp(fields.hidden_size, fields.mlp_ratio, gated=gated)
-    registers = family == 'dinov2_with_registers'
+    gelu = None if fields.use_swiglu_ffn else _GELUS[fields.hidden_act]
+    values: dict[str, Any] = {ours: getattr(fields, key) for key, ours in _FIELDS.items()}
+    if family.startswith('dinov2'):  # a SwiGLU has two thirds of the width
+        plain = int(fields.hidden_size * fields.mlp_ratio)
+        values['mlp_dim'] = (int(plain * 2 / 3) + 7) // 8 * 8 if fields.use_swiglu_ffn else plain
     return ViTConfig(
-        image_size=fields.image_size,
-        patch_size=fields.patch_size,
-        channels=fields.num_channels,
-        width=fields.hidden_size,
-        depth=fields.num_hidden_layers,
-        mlp_dim=mlp_dim,
-        num_heads=hints.num_heads or fields.num_attention_heads,
+        **values,
         num_classes=inference.shape_of(arrays, head, 2)[0] if head else None,
         class_tokens=2 if (pool, tokens) == ('cls', 2) else None,
-        registers=fields.num_register_tokens,
         positions='rope' if family == 'dinov3_vit' else 'learned',
-        position_resize='bicubic_antialias' if registers else 'bicubic',
+        position_resize='bicubic_antialias' if family == 'dinov2_with_registers' else 'bicubic',
         pre_norm=family == 'clip_vision_model',
-        gelu=None if gated else hints.gelu or _GELUS.get(fields.hidden_act),
-        layer_scale=1e-5 if family.startswith('dino') else None,
+        gelu=gelu and (hints.gelu or gelu),
         layer_norm_epsilon=hints.layer_norm_epsilon or fields.layer_norm_eps,
+        layer_scale=1e-5 if family.startswith('dino') else None,
         pool=pool,
         representation_size=inference.length_of(arrays, f'{layout.prefix}pooler.dense.bias'),
     )
-
-
-def _dinov2_mlp(width: int, ratio: float, *, gated: bool) -> int:
-    """Returns the width of the hidden layer: a SwiGLU has two thirds of a plain one's."""
-    plain = int(width * ratio)
-    return (int(plain * 2 / 3) + 7) // 8 * 8 if gated else plain
 
 
 def _class_names(described: JsonObject, count: int | None) -> tuple[str, ...]:
@@ -367,61 +337,43 @@ def _class_names(described: JsonObject, count: int | None) -> tuple[str, ...]:
 
 def _usual_layout(config: ViTConfig) -> Layout:
     """Returns the layout to write a model; reading it back shows whether it fits."""
-    kinds = {
-        'dinov3_vit': config.positions == 'rope',
-        'clip_vision_model': config.pre_norm,
-        'dinov2_with_registers': config.layer_scale is not None and config.registers > 0,
-        'dinov2': config.layer_scale is not None,
-        'siglip_vision_model': config.pool == 'map',
-        'ijepa': config.positioned_prefix == 0,
-        'deit': config.positioned_prefix == 2,
-        'vit': True,
-    }
-    family = next(name for name, fits in kinds.items() if fits)
-    layout = Layout(prefix=_FAMILIES[family].prefix, family=family)
-    zeros = ('visual_projection.bias',) if family == 'clip_vision_model' else ()
-    bare = config.num_classes is None and not layout.is_tower
-    return dataclasses.replace(layout, prefix='' if bare else layout.prefix, zeros=zeros)
+    ours = tree_names.named_leaves(abstract_params(config))
+    family = _family_of(lambda part: any(name.startswith(part) for name in ours))
+    is_bare = config.num_classes is None and family not in _TOWERS.values()
+    prefix = '' if is_bare else _FAMILIES[family].prefix
+    return Layout(prefix=prefix, family=family, zeros=('visual_projection.bias',))  # of CLIP
 
 
-def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
-    """Returns the config.json. Raises UserError for a model that transformers does not have."""
-    family, values = layout.family, _describe(config, layout)
-    if config.num_classes is not None:
-        wrong = f'the huggingface layout has no head for {family}: drop it'
-        require(family != 'dinov3_vit', wrong)
-        wrong = 'the huggingface layout has no tanh layer before a head: drop the head'
-        require(config.representation_size is None, wrong)
-    if config.num_classes is not None and not card.projects:
-        labels = card.class_names or [f'LABEL_{i}' for i in range(config.num_classes)]
+def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, dict[str, Any]]:
+    """Returns the JSON files. Raises UserError for a head that transformers does not have."""
+    values, count = _describe(config, layout), config.num_classes
+    has_head = layout.family != 'dinov3_vit' and config.representation_size is None
+    wrong = f'the huggingface format has no head for {layout.family}, or none after a tanh layer'
+    require(has_head or count is None, f'{wrong}; drop the head')
+    if count is not None and not card.projects:
+        labels = card.class_names or [f'LABEL_{i}' for i in range(count)]
         values['id2label'] = {str(i): name for i, name in enumerate(labels)}
         values['label2id'] = {name: i for i, name in enumerate(labels)}
-        values['problem_type'] = _PROBLEM_TYPES.get(card.loss or '')
-    return values
+        values['problem_type'] = next((n for n, loss in _LOSSES.items() if loss == card.loss), None)
+    processor = huggingface_processor.written(config, card.preprocessing)
+    return {'config.json': values, 'preprocessor_config.json': processor}
 
 
 def _describe(config: ViTConfig, layout: Layout) -> dict[str, Any]:
     """Returns all keys but a classifier's: a model_type ignores those that it does not have."""
-    gated = config.gelu is None
-    hidden = (_dinov2_mlp(config.width, float(ratio), gated=gated) for ratio in range(1, 65))
-    ratio = next((i for i, size in enumerate(hidden, 1) if size == config.mlp_dim), None)
-    has_bias = {
-        f'{n}_bias': b not in layout.zeros for n, b in zip(_QKV, layout.biases, strict=True)
-    }
-    return {
+    gated, names = config.gelu is None, _names_in_file(config, layout)
+    values = {key: getattr(config, ours) for key, ours in _FIELDS.items()}
+    for key in 'image_size', 'patch_size':
+        height, width = values[key]
+        values[key] = height if height == width else [height, width]
+    has_bias = {key: names[bias] not in layout.zeros for key, bias in _BIASES.items()}
+    return values | {
         'model_type': layout.family,
         'dtype': layout.dtype,
-        'image_size': _one_side(config.image_size),
-        'patch_size': _one_side(config.patch_size),
-        'num_channels': config.channels,
-        'hidden_size': config.width,
-        'num_hidden_layers': config.depth,
-        'num_attention_heads': config.num_heads,
-        'num_register_tokens': config.registers,
-        'hidden_act': _HIDDEN_ACT[config.gelu],
         'layer_norm_eps': config.layer_norm_epsilon,
-        'intermediate_size': config.mlp_dim,
-        'mlp_ratio': ratio,  # of DINOv2, as are the next two
+        'hidden_act': {gelu: name for name, gelu in _GELUS.items()}[config.gelu],
+        # Of DINOv2, as are the next two.
+        'mlp_ratio': round(config.mlp_dim * (1.5 if gated else 1) / config.width),
         'use_swiglu_ffn': gated,
         'use_mask_token': False,
         'use_gated_mlp': gated,  # of DINOv3, as are the biases
@@ -433,10 +385,6 @@ def _describe(config: ViTConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _one_side(size: tuple[int, int]) -> int | list[int]:
-    return size[0] if size[0] == size[1] else list(size)
-
-
 HUGGINGFACE = Format[Layout](
     name='huggingface',
     suffix='.safetensors',
@@ -446,8 +394,5 @@ HUGGINGFACE = Format[Layout](
     usual_layout=_usual_layout,
     positions=('learned', 'rope'),
     file_name='model.safetensors',
-    descriptions=lambda config, card, layout: {
-        'config.json': _description(config, card, layout),
-        'preprocessor_config.json': huggingface_processor.written(config, card.preprocessing),
-    },
+    descriptions=_descriptions,
 )

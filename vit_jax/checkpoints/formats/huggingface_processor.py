@@ -10,7 +10,7 @@ from vit_jax.checkpoints.formats.base import CLIP, HALF, IMAGENET, Scaling, chec
 from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
 from vit_jax.models import ViTConfig
 
-Size = int | dict[str, int] | tuple[int, int]
+Size = int | dict[str, int]
 # By Pillow's numbers.
 _RESIZE_METHODS: dict[int, ResizeMethod] = {1: 'lanczos_antialias'}
 _RESIZE_METHODS |= {2: 'bilinear_antialias', 3: 'bicubic_antialias'}
@@ -53,19 +53,20 @@ def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, 
 
     Args:
       declared: The preprocessor_config.json; empty if there is none.
-      family: The class of processors, unless the file names another one.
+      family: The model_type. It tells the class of the processor if the file does not.
 
     Raises:
       UserError: If the preprocessing is not supported.
     """
-    name = declared.get('image_processor_type') or declared.get('feature_extractor_type')
-    if name is not None:
-        family = re.sub('(ImageProcessor(Fast|Pil)?|FeatureExtractor)$', '', str(name))
+    start = family.replace('_', '')  # such as dinov3vit
+    usual = next((kind for kind in _DEFAULTS if start.startswith(kind.lower())), 'ViT')
+    name = declared.get('image_processor_type') or declared.get('feature_extractor_type') or usual
+    kind = re.sub('(ImageProcessor(Fast|Pil)?|FeatureExtractor)$', '', str(name))
     known = ', '.join(f'{each}ImageProcessor' for each in _DEFAULTS)
     wrong = f'{declared.where}: {name} is not supported: expected one of {known}'
-    require(family in _DEFAULTS, wrong)
+    require(kind in _DEFAULTS, wrong)
     declared.expect({'do_resize': True, 'do_pad': False})
-    processor = declared.record(_Processor, defaults=_DEFAULTS[family])
+    processor = declared.record(_Processor, defaults=_DEFAULTS[kind])
     crop, size = _crop(processor, declared.where)
     factor = processor.rescale_factor if processor.do_rescale else 1.0
     mean = processor.image_mean if processor.do_normalize else (0.0, 0.0, 0.0)
@@ -81,53 +82,51 @@ def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, 
 
 def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
     """Returns how an image gets its size, and the size."""
-    method = _RESIZE_METHODS[processor.resample]
-    resized = _sides(processor.size, square=processor.default_to_square)
-    cut = _sides(processor.crop_size, square=True) if processor.do_center_crop else resized
     wrong = f'{where}: size={processor.size}, crop_size={processor.crop_size} is not supported'
-    if cut is None or resized is None or isinstance(cut, int):
-        raise UserError(f'{wrong}: expected height and width')
+    method = _RESIZE_METHODS[processor.resample]
+    keep_aspect, height, width = _sides(processor.size, processor.default_to_square, wrong)
     if not processor.do_center_crop:
-        return Resize(resize=method), cut
-    keep_aspect = isinstance(resized, int)
-    height, width = (resized, resized) if isinstance(resized, int) else resized
+        require(not keep_aspect, f'{wrong}: expected height and width')
+        return Resize(resize=method), (height, width)
+    _, *cut = _sides(processor.crop_size, True, wrong)
     fits = cut[0] <= height and cut[1] <= width
     fits = fits and (keep_aspect or height * cut[1] == width * cut[0])
     require(fits, f'{wrong}: expected a crop within the size, of the same aspect')
     scale = min(height, width) / min(cut)
     crop = CentralCrop(scale=scale, keep_aspect=keep_aspect, resize=method, rounding='transformers')
-    return crop, cut
+    return crop, (cut[0], cut[1])
 
 
-def _sides(size: Size, *, square: bool) -> tuple[int, int] | int | None:
-    """Returns (height, width), or the length of the shorter side; None for other sizes."""
+def _sides(size: Size, is_square: bool, wrong: str) -> tuple[bool, int, int]:
+    """Returns whether only the shorter side is given, and (height, width) or that side twice."""
     match size:
         case int():
-            return (size, size) if square else size
+            return not is_square, size, size
         case {'shortest_edge': edge} if len(size) == 1:
-            return edge
+            return True, edge, edge
         case {'height': height, 'width': width} if len(size) == 2:
-            return height, width
-    return size if isinstance(size, tuple) else None
+            return False, height, width
+    raise UserError(f'{wrong}: expected height and width, or shortest_edge')
 
 
 def written(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
     """Returns the preprocessor_config.json, as far as transformers has such a preprocessing."""
-    crop, kind = preprocessing.crop, 'ViT'
-    both = dict(zip(('height', 'width'), config.image_size, strict=True))
-    sizes: dict[str, Any] = {'size': both}
+    crop, size = preprocessing.crop, _named(config.image_size)
+    values: dict[str, Any] = {'image_processor_type': 'ViTImageProcessor', 'size': size}
     if isinstance(crop, CentralCrop):
-        kind = 'Bit' if crop.keep_aspect else 'DeiT'
-        if crop.keep_aspect and both['height'] != both['width']:  # the shorter side covers both
+        if crop.keep_aspect and size['height'] != size['width']:  # the shorter side covers both
             crop = dataclasses.replace(crop, rounding='transformers')
         larger = crop.larger(config.image_size, config.image_size)
-        sides = {'height': larger[0], 'width': larger[1]}
-        size = {'shortest_edge': min(larger)} if crop.keep_aspect else sides
-        sizes = {'do_center_crop': True, 'size': size, 'crop_size': both}
+        resized = {'shortest_edge': min(larger)} if crop.keep_aspect else _named(larger)
+        values = {'image_processor_type': 'BitImageProcessor', 'do_center_crop': True}
+        values |= {'size': resized, 'crop_size': size}
     numbers = {method: number for number, method in _RESIZE_METHODS.items()}
-    return sizes | {
-        'image_processor_type': f'{kind}ImageProcessor',
+    return values | {
         'resample': numbers.get(getattr(crop, 'resize', 'bilinear'), 2),
         'image_mean': [value / 255 for value in preprocessing.mean],
         'image_std': [value / 255 for value in preprocessing.std],
     }
+
+
+def _named(size: tuple[int, int]) -> dict[str, int]:
+    return {'height': size[0], 'width': size[1]}

@@ -1,11 +1,11 @@
-"""The model of a file without a description: inferred from shapes of arrays, or asked for."""
+"""The model of a file without a description: inferred from shapes of arrays and from hints."""
 
 import collections
 import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Hints
@@ -13,7 +13,9 @@ from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import SIZES, Backbone, ModelConfig, ResNetConfig, ViTConfig
 
 Arrays = Mapping[str, LazyArray]
-# Heads of published models that are none of the sizes with a name: depth, width, mlp_dim.
+# The axes of a kernel in a file (height, width, inputs, outputs): of Flax, of PyTorch.
+Axes = Literal['HWIO', 'OIHW']
+# Attention heads of published models whose size has no name: by depth, width, mlp_dim.
 _HEADS = {
     (10, 256, 1024): 4,
     (12, 640, 2560): 10,
@@ -63,37 +65,33 @@ def length_of(arrays: Arrays, name: str) -> int | None:
 
 def count_layers(names: Iterable[str], pattern: str) -> int:
     """Returns the number of blocks: of different values of the pattern's group."""
-    layers = {match[1] for name in names if (match := re.match(pattern, name))}
-    require(bool(layers), 'no encoder block is among the arrays')
-    return len(layers)
+    return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
-def kernel_shape(arrays: Arrays, name: str) -> tuple[int, ...]:
-    """Returns height, width, inputs and outputs of Flax's kernel or PyTorch's weight."""
-    axes = 'HWIO' if name.endswith('kernel') else 'OIHW'
+def kernel_shape(arrays: Arrays, name: str, axes: Axes) -> tuple[int, ...]:
+    """Returns height, width, inputs and outputs of a convolution's kernel."""
     sizes = dict(zip(axes, shape_of(arrays, name, 4), strict=True))
     return tuple(sizes[axis] for axis in 'HWIO')
 
 
-def infer_backbone(arrays: Arrays, root: str, unit: str) -> Backbone | None:
-    """Returns the convolutions of a hybrid or ResNet; None without the first kernel, `root`.
+def infer_backbone(arrays: Arrays, root: str, unit: str, axes: Axes) -> Backbone:
+    """Returns the convolutions of a hybrid or ResNet, whose first kernel is `root`.
 
     `unit` is the prefix of a unit's names. It contains {stage} and {unit}, counted from 1, or
     {stage0} and {unit0}.
     """
-    if root not in arrays:
-        return None
     pattern = unit.format_map(dict.fromkeys(('stage', 'unit', 'stage0', 'unit0'), r'(\d+)'))
     units = {match.groups() for name in arrays if (match := re.match(pattern, name))}
     counts = collections.Counter(int(stage) for stage, _ in units)
     blocks = tuple(counts[stage] for stage in sorted(counts))
-    return Backbone(blocks=blocks, width=kernel_shape(arrays, root)[-1])
+    return Backbone(blocks=blocks, width=kernel_shape(arrays, root, axes)[-1])
 
 
 def infer_config(
     arrays: Arrays,
     hints: Hints,
     *,
+    axes: Axes,
     embedding: str,
     table: str | None,
     rows: tuple[int, ...],
@@ -107,34 +105,31 @@ def infer_config(
     Args:
       arrays: All arrays of the model.
       hints: Take precedence over what the arrays suggest.
+      axes: The axes of the kernels in the file.
       embedding: The name of the kernel of the patches.
       table: The name of the position embeddings; None: positions are computed.
       rows: The possible numbers of rows before the patches, the usual one first.
       image_size: The size that a description states.
-      root: As for `infer_backbone`.
+      root: The name of a hybrid's first kernel; a file without this array is not a hybrid.
       unit: As for `infer_backbone`.
       **values: Fields of `ViTConfig` that are known: at least `depth` and `mlp_dim`.
 
     Raises:
       NeedsHint: If the arrays leave the grid or the number of heads open.
-      UserError: If they contradict the hints or the stated size.
+      UserError: If an array is missing or has other axes, or positions do not fit the grid.
     """
-    p, q, channels, width = kernel_shape(arrays, embedding)
-    backbone = infer_backbone(arrays, root, unit)
-    if backbone is not None:
-        channels = kernel_shape(arrays, root)[2]
+    p, q, _, width = kernel_shape(arrays, embedding, axes)
+    backbone = infer_backbone(arrays, root, unit, axes) if root in arrays else None
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride
     stated = (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
-    grid, row = _infer_grid(arrays, table, rows=rows, known=hints.grid or stated)
-    if image_size is None or stated != grid:  # the last pixels of a stated size may fill no patch
-        image_size = grid[0] * cell[0], grid[1] * cell[1]
+    grid, row = _infer_grid(arrays, table, rows=rows, known=stated or hints.grid)
     if 'num_heads' not in values:
         values['num_heads'] = _infer_heads(hints, width, values['mlp_dim'], values['depth'])
     inferred: dict[str, Any] = {
-        'image_size': image_size,
+        'image_size': image_size or (grid[0] * cell[0], grid[1] * cell[1]),
         'patch_size': (p, q),
-        'channels': channels,
+        'channels': kernel_shape(arrays, root if backbone else embedding, axes)[2],
         'backbone': backbone,
         'width': width,
         'positions': 'learned' if table else 'sincos2d',
@@ -148,10 +143,8 @@ def _infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
     known = {size[:3]: size[3] for size in SIZES.values()} | _HEADS
     heads = hints.num_heads or known.get((depth, width, mlp_dim))
     if heads is None:
-        raise NeedsHint(
-            f'the number of heads is not in the file, and {depth} layers of width {width} with an '
-            f'MLP of {mlp_dim} are no known variant; say it with num_heads=N, often width / 64'
-        )
+        size = f'{depth} layers of width {width} with MLPs of {mlp_dim}'
+        raise NeedsHint(f'no known model has {size}: say num_heads=N, often width / 64')
     return heads
 
 
@@ -164,17 +157,14 @@ def _infer_grid(
             raise NeedsHint('positions are computed: say the grid, for example grid=(14, 14)')
         return known, 0
     count = shape_of(arrays, table, 2, 3)[-2]  # some have no axis for the batch
-    side = math.isqrt(max(0, count - rows[0]))
+    side = math.isqrt(count - rows[0])
     grid = known or (side, side)
-    for row in rows:
-        if math.prod(grid) == count - row > 0:
-            return grid, row
-    if known is not None:
-        size = f'the grid {known} has {math.prod(known)} patches'
-        raise UserError(f'{table}: {count} positions, but {size}')
-    token = ' and perhaps a class token' if len(rows) > 1 else ''
-    way = 'say which with grid=(ROWS, COLUMNS)'
-    raise NeedsHint(f'{count} positions{token} fit more than one grid; {way}')
+    row = next((row for row in rows if math.prod(grid) == count - row), None)
+    wrong = f'{table}: {count} positions; expected {math.prod(grid)} for the grid {grid}'
+    require(row is not None or known is None, wrong)
+    if row is None:
+        raise NeedsHint(f'{count} positions fit several grids; say which with grid=(ROWS, COLUMNS)')
+    return grid, row
 
 
 def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
@@ -194,13 +184,8 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
         stages = f'stages {backbone.blocks}' if backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
     images += f': {config.unread}' if config.unread else ''
-    usual = ViTConfig()
-    options = {field: getattr(config, field) for field in _OPTIONS}
-    parts = [
-        f'{name}: {config.depth} layers of width {config.width}',
-        f'{config.num_heads} heads',
-        f'grid {config.grid[0]}x{config.grid[1]} ({images})',
-        *(f'{field}={value}' for field, value in options.items() if value != getattr(usual, field)),
-        ending,
-    ]
-    return ', '.join(parts)
+    usual, values = vars(ViTConfig()), vars(config)
+    options = [f'{field}={values[field]}' for field in _OPTIONS if values[field] != usual[field]]
+    blocks = f'{config.depth} layers of width {config.width}, {config.num_heads} heads'
+    grid = f'grid {config.grid[0]}x{config.grid[1]} ({images})'
+    return ', '.join([f'{name}: {blocks}', grid, *options, ending])

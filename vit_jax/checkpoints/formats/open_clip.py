@@ -119,6 +119,7 @@ def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
     config, _ = inference.infer_config(
         arrays,
         hints,
+        axes='OIHW',
         embedding='conv1.weight',
         table='positional_embedding',
         rows=(1,),

@@ -220,6 +220,7 @@ def _build_config(
     config, row = inference.infer_config(
         arrays,
         _add_facts(name, described.tag or tag, arrays, hints, described),
+        axes='OIHW',
         embedding='patch_embed.proj.weight',
         root=next((r for root in _ROOTS.values() if (r := f'{root}.conv.weight') in arrays), ''),
         unit=_UNIT,

@@ -38,7 +38,7 @@ def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
     prefixes = sorted({match[1] for match in matches if match})
     if not prefixes:
         return contents
-    prefix = _choose(prefixes, contents.key)
+    prefix = choose_prefix(prefixes, contents.key)
     model, others = dict[str, LazyArray](), list[str]()
     for name, array in contents.arrays.items():
         inside = short[name].removeprefix(prefix)
@@ -53,13 +53,14 @@ def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
     )
 
 
-def _choose(prefixes: Sequence[str], key: str) -> str:
+def choose_prefix(prefixes: Sequence[str], key: str) -> str:
     """Returns the prefix that contains the key; without a key the only or the averaged one."""
-    chosen = [each for each in prefixes if f'.{key}.' in f'.{each}'] if key else [*prefixes]
-    offers = ', '.join(each.rstrip('.') or 'the whole file' for each in prefixes)
+    parts = re.compile(rf'(.*[./])?{re.escape(key)}[./].*')
+    chosen = [each for each in prefixes if not key or parts.fullmatch(each)]
+    offers = ', '.join(each.rstrip('./') or 'the whole file' for each in prefixes)
     require(bool(chosen), f'no model is under {key!r}; expected one of {offers}')
     averaged = [each for each in chosen if _AVERAGED.fullmatch(each)]
     chosen = averaged if len(averaged) == 1 else chosen
-    example = f'FILE:{chosen[0].rstrip(".")}'
+    example = f'FILE:{chosen[0].rstrip("./")}'
     require(len(chosen) == 1, f'several models: {offers}; choose one with {example}')
     return chosen[0]

@@ -154,9 +154,9 @@ def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str |
     extra = sorted(set(stored) - wanted)
     skipped = [name for name in extra if ignored and re.fullmatch(ignored, name)]
     unknown = sorted({*extra} - {*skipped})
-    for names, what in (sorted(wanted - set(stored)), 'missing'), (unknown, 'not known'):
-        listed = ', '.join(names if len(names) <= 4 else [*names[:4], '...'])
-        require(not names, f'{len(names)} arrays are {what}: {listed}')
+    found = (sorted(wanted - set(stored)), 'missing'), (unknown, 'not known')
+    problems = [f'{len(n)} arrays are {what}: {", ".join(n[:4])}' for n, what in found if n]
+    require(not problems, '; '.join(problems))
     return skipped
 
 

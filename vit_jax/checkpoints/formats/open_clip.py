@@ -44,6 +44,7 @@ class _Vision(Record):
     mlp_ratio: float = 4.0
     patch_size: tuple[int, int] = (16, 16)
     image_size: tuple[int, int] = (224, 224)
+    ls_init_value: float | None = None  # of LayerScale
     pool_type: Literal['tok'] = 'tok'
     timm_model_name: str = ''
     timm_pool: str = 'avg'
@@ -105,6 +106,8 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
         *module(f'{block}.attn.out_proj', f'{ours}/attention/out'),
         *module(f'{block}.mlp.c_fc', f'{ours}/mlp/dense1'),
         *module(f'{block}.mlp.c_proj', f'{ours}/mlp/dense2'),
+        NameRule(f'{block}.ls_1.gamma', (f'{ours}/attention_scale',)),
+        NameRule(f'{block}.ls_2.gamma', (f'{ours}/mlp_scale',)),
         *module('ln_post', 'encoder/norm'),
         NameRule('proj', ('head/kernel',), SAME),
         *([NameRule(_BIAS, ('head/bias',))] if layout.prefix + _BIAS in layout.zeros else []),
@@ -141,6 +144,7 @@ def _build_config(arrays: Arrays, model: _Model, vision: _Vision) -> ViTConfig:
         mlp_dim=int(vision.width * vision.mlp_ratio),
         num_heads=vision.width // vision.head_width,
         gelu='quick' if model.quick_gelu else 'exact',
+        layer_scale=vision.ls_init_value,
         num_classes=model.embed_dim if 'proj' in arrays else None,
         **_SHARED,
     )

@@ -42,7 +42,7 @@ _DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 
 # Arguments without effect here: dropout, initial parameters, and what the arrays show.
 _NO_EFFECT = (
     r'(.*_)?drop(_path)?_rate|weight_init|fix_init|init_values|dynamic_img_size|patch_size|in_chans'
-    r'|num_classes|embed_dim|depth|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
+    r'|embed_dim|depth|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
 )
 _TANH = re.compile(
     r'vit_(base_patch32_siglip(_gap)?_256|large_patch16_siglip(_gap)?_512'
@@ -87,10 +87,12 @@ class _Description(Record):
     tag: str = ''
     img_size: tuple[int, int] | None = None
     num_heads: int | None = None
+    num_classes: int | None = None
     global_pool: Literal['token', 'avg', 'map', ''] | None = None
     no_embed_class: bool = False
     act_layer: Literal['gelu', 'gelu_tanh', 'quick_gelu', 'silu'] | None = None
     label_names: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # an older name of `label_names`
     input_size: tuple[int, int, int] | None = None  # channels, height, width
     interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bicubic'
     crop_pct: float = 0.9
@@ -187,7 +189,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         config,
         layout,
         preprocessing,
-        described.label_names,
+        described.label_names or described.labels,
         ignored=ignored,
         loss='contrastive' if projects else None,
         remarks=tuple(remarks),
@@ -277,7 +279,7 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
         'pre_norm': 'norm_pre.weight' in arrays,
         'layer_scale': 1e-5 if has_scale else None,
         'final_norm': 'after_pool' if 'fc_norm.weight' in arrays else 'before_pool',
-        'num_classes': inference.length_of(arrays, 'head.bias'),
+        'num_classes': described.num_classes or inference.length_of(arrays, 'head.bias'),
         'representation_size': inference.length_of(arrays, 'pre_logits.fc.bias'),
         'position_resize': resize,
     }

@@ -83,7 +83,7 @@ def write_checkpoint(
         notes.append('mask token and head of patches: left out')
     make_folder(place.parent)
     if format in (OURS, stablehlo.NAME):
-        params, rounded = _cast(params, dtype or 'float32')
+        params, rounded = _cast(params, dtype or 'float32', rounding=True)
         if format == stablehlo.NAME:
             return notes + rounded + stablehlo.write(place, card, params)
         store.save_alone(place, params, records.to_dict(card))
@@ -112,11 +112,13 @@ def _write_arrays(
         card = dataclasses.replace(card, model=config)
         notes.append('positions: written as an array')
     layout = layout or form.usual_layout(config)
-    ours, rounded = _cast(_without_class_row(params, layout), dtype or layout.dtype)
+    ours = _without_class_row(params, layout)
+    ours, rounded = _cast(ours, dtype or layout.dtype, rounding=dtype is not None)
     # Arrays that are absent from the file stay absent while they are zero.
     absent = [rule for rule in form.rules(config, layout) if rule.theirs in layout.zeros]
     zeros = [r.theirs for r in absent if not any(np.any(ours.get(name, 0)) for name in r.ours)]
-    layout = dataclasses.replace(layout, zeros=tuple(zeros), dtype=dtype or layout.dtype)
+    dtype = next(iter(ours.values())).dtype.name
+    layout = dataclasses.replace(layout, zeros=tuple(zeros), dtype=dtype)
     notes += [*rounded, *form.notes(config, card, layout)]
     rules = form.rules(config, layout)
     resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=layout.zeros)
@@ -187,8 +189,11 @@ def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
     return named | ({'cls': named['cls'] + row} if row.any() else {})
 
 
-def _cast(arrays: Params, dtype: str) -> tuple[Params, list[str]]:
-    """Casts arrays (float32), and returns a note if that rounds them."""
+def _cast(arrays: Params, dtype: str, *, rounding: bool) -> tuple[Params, list[str]]:
+    """Casts arrays (float32), without `rounding` only if the type holds the same values."""
     cast = jax.tree.map(lambda array: np.asarray(array).astype(dtype), arrays)
-    is_exact = all(jax.tree.leaves(jax.tree.map(np.array_equal, cast, arrays)))
-    return cast, [] if is_exact else [f'parameters: rounded to {dtype}']
+    if all(jax.tree.leaves(jax.tree.map(np.array_equal, cast, arrays))):
+        return cast, []
+    if rounding:
+        return cast, [f'parameters: rounded to {dtype}']
+    return arrays, [f'written as float32: {dtype} would round the parameters']

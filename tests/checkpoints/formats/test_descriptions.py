@@ -77,6 +77,7 @@ WRONG = {
         ({'pretrained_cfg': {'interpolation': 'random'}}, 'interpolation'),
         ({'label_names': 'abc'}, 'label_names'),
         ({'architecture': None}, 'architecture'),
+        ({'num_classes': 9}, 'head'),
         ({'architecture': 'eva02_base_patch14_448'}, 'eva02'),
     ],
     ('siglip_timm_remainder', CONFIG): [
@@ -156,7 +157,8 @@ def test_what_a_timm_description_states_twice_or_in_part(root):
     stated = {'num_classes': tiny.CLASSES, 'model_args': {'embed_dim': 99, 'num_heads': 2}}
     said = {'pretrained_cfg': {'num_classes': 9, 'input_size': (1, 8, 8)}}
     names = [f'label {i}' for i in range(tiny.CLASSES)]
-    path.write_text(json.dumps(TIMM | stated | said | {'label_names': names}))
-    network = vit_jax.load(path.parent)
-    assert network.config.num_classes == tiny.CLASSES
-    assert network.class_names == tuple(names)
+    for key in 'label_names', 'labels':  # the second is an older name
+        path.write_text(json.dumps(TIMM | stated | said | {key: names}))
+        network = vit_jax.load(path.parent)
+        assert network.config.num_classes == tiny.CLASSES
+        assert network.class_names == tuple(names)

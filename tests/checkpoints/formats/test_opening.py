@@ -165,6 +165,10 @@ def test_numbers_are_rounded_to_bfloat16_where_a_file_can_say_so(format, tmp_pat
         assert json.loads((path / 'config.json').read_text())['dtype'] == 'bfloat16'
     vit_jax.save(again, path, overwrite=True, dtype='float32')
     assert vit_jax.load(path, grid=(2, 2)).layout.dtype == 'float32'
+    # Other parameters, which the type of the file would round, are not rounded.
+    vit_jax.save(again.with_params(network.params), path, overwrite=True)
+    kept = vit_jax.load(path, grid=(2, 2))
+    assert_same_arrays(named_leaves(kept.params), named_leaves(network.params))
 
 
 def test_what_a_file_cannot_say_is_said_when_it_is_written(tmp_path):

@@ -182,6 +182,7 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
         'head_width': config.width // config.num_heads,
         'patch_size': config.patch_size[0],
         'mlp_ratio': config.mlp_dim / config.width,
+        'ls_init_value': config.layer_scale,
     }
     return {
         'model_cfg': {

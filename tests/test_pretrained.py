@@ -104,7 +104,7 @@ def test_there_are_as_many_class_names_as_outputs_or_none(num_classes, count):
     with pytest.raises(UserError, match='class_names'):
         vit.with_params(vit.params, class_names=names)
     with pytest.raises(UserError, match='class_names'):
-        Card.read(records.to_dict(vit.card) | {'class_names': names}, where='card')
+        records.from_dict(Card, records.to_dict(vit.card) | {'class_names': names}, where='card')
 
 
 @pytest.mark.parametrize('name', ['B/16', 'vit_base_patch16_224'])

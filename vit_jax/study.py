@@ -75,6 +75,9 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
         if planned_runs.is_complete(folder, run):
             continue
         label = f'{number} of {len(chosen)}  {run.name}'
+        if holder := workdirs.holder(folder / run.name):
+            print(f'{label}  is being trained by {holder}', flush=True)
+            continue
         try:
             command = _command(folder, study, run)
         except UserError as error:

@@ -10,6 +10,7 @@ import pytest
 
 import vit_jax
 from tests import tiny
+from vit_jax.base import records
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
 from vit_jax.config import EvalConfig
@@ -54,7 +55,7 @@ def test_the_objective_is_learned_and_measured_under_the_names_of_classification
     assert losses[-1] < losses[0] < np.log(512)
     last = next(line for line in reversed(found) if line['kind'] == 'test')
     assert last['count'] == 50 and 0 < last['accuracy'] <= last['top5_accuracy'] <= 1
-    card = Card.read(load_card(str(trained.folder))[0], where='card')
+    card = records.from_dict(Card, load_card(str(trained.folder))[0], where='card')
     assert card.model == dataclasses.replace(MODEL, patch_outputs=512)
     assert card.class_names == () and card.loss is None
     assert {'loss', 'accuracy', 'top5_accuracy'} <= found[0].keys()

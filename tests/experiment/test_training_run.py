@@ -17,6 +17,7 @@ import pytest
 
 import vit_jax
 from tests import networks, tiny
+from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.store import load_card, load_params
@@ -69,7 +70,7 @@ def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
     assert json.loads((folder / 'config.json').read_text())['total']['steps'] == 10
     assert list((folder / 'tensorboard').iterdir())
     values, path = load_card(str(folder))
-    card = Card.read(values, where='card')
+    card = records.from_dict(Card, values, where='card')
     assert path == trained.checkpoint and card.step == 10
     assert card.class_names == tuple('0123456789') and card.grid == (2, 2)
     assert card.model == tiny.model()
@@ -249,7 +250,7 @@ def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, c
     old, new = load_params(str(trained.folder)), result.state.params
     chex.assert_trees_all_equal(jax.tree.map(np.asarray, new['encoder']), old['encoder'])
     assert not new['head']['kernel'].any()
-    card = Card.read(load_card(str(tmp_path))[0], where='card')
+    card = records.from_dict(Card, load_card(str(tmp_path))[0], where='card')
     assert card.grid == (2, 4) and card.model.image_size == (8, 16)
 
 
@@ -519,7 +520,7 @@ def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_pat
     )
     result = training_run.train(config, str(tmp_path / 'run'))
     assert list(result.evals) == ['val', 'real', 'seen']
-    card = Card.read(load_card(str(result.folder))[0], where='card')
+    card = records.from_dict(Card, load_card(str(result.folder))[0], where='card')
     assert card.class_names == ('cat', 'dog') and card.model.num_classes == 2
     found = [(line['kind'], line['step'], line['count']) for line in lines(result.folder)]
     assert ('val', 2, 6) in found and ('val', 4, 6) in found

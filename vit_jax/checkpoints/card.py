@@ -4,11 +4,10 @@ A file of another system has no card. `Hints` are what such a file may not say o
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 
-from vit_jax.base import Array, Float, Record, records, require, require_between
+from vit_jax.base import Array, Float, Record, require, require_between
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import Gelu, ResNetConfig, ViTConfig
 
@@ -47,11 +46,6 @@ class Card(Record):
     def probabilities(self, logits: Float[Array, '... k']) -> Float[Array, '... k']:
         """Returns the sigmoid of the logits if the training used it, else their softmax."""
         return jax.nn.sigmoid(logits) if self.loss == 'sigmoid' else jax.nn.softmax(logits)
-
-    @staticmethod
-    def read(values: dict[str, Any], *, where: str) -> 'Card':
-        """Reads a card from JSON values. Raises UserError that names a wrong field."""
-        return records.from_dict(Card, values, where=where)
 
 
 @dataclasses.dataclass(kw_only=True)

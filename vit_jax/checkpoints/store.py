@@ -160,7 +160,7 @@ class Checkpoints:
 
 
 def _seal(partial: Path, final: Path, texts: dict[str, Json]) -> None:
-    """Completes a checkpoint that has its arrays, and gives it its name, as the only one."""
+    """Completes a checkpoint and renames it to `final`, replacing a checkpoint there."""
     for name, values in texts.items():
         write_json(partial / name, values)
     digests.write_digests(partial)
@@ -271,14 +271,14 @@ def _readable(folder: Path) -> Iterator[Any]:
 def save_alone(folder: Path, params: Params, card: Json) -> None:
     """Writes a checkpoint outside of a run: parameters and card.
 
-    Another checkpoint there stays until this one is complete. Raises UserError if there is anything
-    else but an empty folder.
+    Another checkpoint there stays until this one is complete. Raises UserError if the path holds
+    anything except a checkpoint or an empty folder.
     """
     final = folder.absolute()
     if final.is_dir() and not any(final.iterdir()):
         final.rmdir()
     is_free = is_complete(final) or not final.exists()
-    require(is_free, f'{folder}: exists already, and is no checkpoint')
+    require(is_free, f'{folder}: is no checkpoint of vit_jax; remove it first')
     make_folder(final.parent)
     partial = final.with_name(digests.PARTIAL + uuid.uuid4().hex)
     arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))

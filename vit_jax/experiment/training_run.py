@@ -387,25 +387,34 @@ def profile_steps(
     first = max(profile.start, steps.start)
     yield from itertools.islice(batches, first - steps.start)
     if first in profile:
-        with tempfile.TemporaryDirectory() as local, contextlib.ExitStack() as stack:
-            jax.profiler.start_trace(local, create_perfetto_trace=True)
-            stack.callback(_write_profile, local, folder, console)  # also if the run fails
+        with contextlib.ExitStack() as stack:
+            with _warn_of_errors(folder):
+                local = stack.enter_context(tempfile.TemporaryDirectory())
+                jax.profiler.start_trace(local, create_perfetto_trace=True)
+                stack.callback(_write_profile, local, folder, console)  # also if the run fails
             yield from itertools.islice(batches, profile.stop - first)
+            jax.block_until_ready(jax.live_arrays())
     yield from batches
 
 
 def _write_profile(local: str, folder: Path, console: Console) -> None:
-    """Stops the profiler and copies its files to the folder; a failure is only reported.
+    """Stops the profiler, and copies its files, which it cannot write to a bucket.
 
     TensorBoard shows them, with its plugin `xprof`; ui.perfetto.dev shows perfetto_trace.json.gz.
     """
-    try:
-        jax.block_until_ready(jax.live_arrays())
-        jax.profiler.stop_trace()  # which cannot write to a bucket
+    with _warn_of_errors(folder):
+        jax.profiler.stop_trace()
         for file in storage.folder(local).rglob('*.*'):  # its folders' names have no dots
             path = folder / file.relative_to(local)
             storage.make_folder(path.parent)
             path.write_bytes(file.read_bytes())
         console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
+
+
+@contextlib.contextmanager
+def _warn_of_errors(folder: Path) -> Iterator[None]:
+    """Turns errors of the profiler into a warning: they do not stop a training."""
+    try:
+        yield
     except Exception as error:
         logging.warning('%s: the profile is not written: %s', folder, errors.one_line(error))

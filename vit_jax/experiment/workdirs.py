@@ -1,6 +1,6 @@
 """The work directory: one experiment, one run at a time, its configuration, its numbers.
 
-Also what all processes of a run must have in common: settings, code and packages.
+All processes of a run must have the same `run_settings`: configuration, code and packages.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from vit_jax.base import Path, UserError, records, storage, sync, usable
 from vit_jax.base.storage import locked as lock_file
@@ -107,15 +107,29 @@ def locked(folder: pathlib.Path) -> Iterator[Workdir]:
     for place in new:
         sync(place.parent)
     with (folder / LOCK).open('a+') as file:
-        if not lock_file(file):
-            file.seek(0)
-            text = file.read(500).strip()
-            other = text if text and text.isprintable() else 'another run'
+        if other := _other_holder(file):
             raise UserError(f'workdir {folder} is in use by {other}')
         file.truncate(0)
         file.write(_name_of_this_run())
         file.flush()
         yield Workdir(folder)
+
+
+def holder(folder: pathlib.Path) -> str | None:
+    """Describes the process that holds a directory on a disk; None if there is none."""
+    if not (folder / LOCK).exists():
+        return None
+    with (folder / LOCK).open('a+') as file:
+        return _other_holder(file)
+
+
+def _other_holder(file: IO[str]) -> str | None:
+    """Describes the process that has locked the file; None if this process has now."""
+    if lock_file(file):
+        return None
+    file.seek(0)
+    text = file.read(500).strip()
+    return text if text and text.isprintable() else 'another run'
 
 
 @contextlib.contextmanager

@@ -24,9 +24,8 @@ R = TypeVar('R', bound=Record)
 # Endings of files of weights.
 ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt', '.ckpt', '.tar'
 # The JSON files next to weights in a folder of transformers, timm or OpenCLIP.
-DESCRIPTIONS = tuple(
-    f'{part}config.json' for part in ('', 'preprocessor_', 'processor_', 'open_clip_')
-)
+DESCRIPTIONS: tuple[str, ...] = 'config.json', 'open_clip_config.json'
+DESCRIPTIONS += 'preprocessor_config.json', 'processor_config.json'
 # The weights of such a folder are in the first of these files that exists, or in its shards.
 WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin'
 INDEX = '.index.json'  # added to the name of a file of weights that is split into shards

@@ -9,6 +9,7 @@ import functools
 import re
 from typing import Any
 
+from vit_jax.base import require
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents
@@ -23,8 +24,8 @@ _POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input
 PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
 HINTS = Hints(gelu='tanh', layer_norm_epsilon=1e-6)
 _ROOT = 'conv_root/kernel'
-# The first array of a model, but not of an optimizer's state, nor of a BiT.
-_PATCHES = re.compile(r'(?!opt/(?!target/)|.*root_block/)((?:.*/)?)(?:embedding|conv_root)/kernel')
+# The first kernel of a model, unless it is a BiT.
+_PATCHES = re.compile(r'(?!.*root_block/)((?:.*/)?)(?:embedding|conv_root)/kernel')
 _GOOGLE = {_POSITIONS[1], _ROOT}  # names in the files of vision_transformer alone
 _UNIT = 'block{stage}/unit{unit}'
 # The modules of a block, by whether they are numbered through: attention, second norm, MLP.
@@ -94,9 +95,9 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
 
 
 def as_published(card: Card) -> Card:
-    """The card of a network of the papers as their own file has it, if others converted it."""
-    vit: Any = card.model
-    model = dataclasses.replace(vit, position_resize='bilinear')
+    """Returns the card that the original file has, for a model that others converted."""
+    assert isinstance(card.model, ViTConfig)  # no ResNet has a published name
+    model = dataclasses.replace(card.model, position_resize='bilinear')
     return dataclasses.replace(card, model=model, preprocessing=PREPROCESSING, class_names=())
 
 
@@ -111,9 +112,12 @@ def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
 
 
 def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
-    matches = (_PATCHES.fullmatch(name) for name in contents.arrays)
+    # The parameters are under one of these; other arrays there belong to the training.
+    roots = 'params/', 'opt/target/', ''
+    root = next(r for r in roots if any(name.startswith(r) for name in contents.arrays))
+    matches = (_PATCHES.fullmatch(name) for name in contents.arrays if name.startswith(root))
     prefixes = sorted({match[1] for match in matches if match})
-    prefix = choose_prefix(prefixes, contents.key) if prefixes else ''
+    prefix, remarks = choose_prefix(prefixes, contents.key) if prefixes else ('', ())
     inside = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
     if _ROOT in inside and not any(name.startswith('Transformer/') for name in inside):
         layout = usual
@@ -127,9 +131,8 @@ def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpo
     norm = inside.get('gn_root/scale')
     is_4d = len(norm.shape) == 4 if norm else layout.group_norm_4d
     layout = dataclasses.replace(layout, prefix=prefix, group_norm_4d=is_4d)
-    # Other arrays belong to the training that wrote the file, or to another tower.
     outside = f'(?!{re.escape(prefix)}).*' if prefix else None
-    return ParsedCheckpoint(config, layout, PREPROCESSING, ignored=outside)
+    return ParsedCheckpoint(config, layout, PREPROCESSING, ignored=outside, remarks=remarks)
 
 
 def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[ViTConfig, Layout]:
@@ -140,6 +143,8 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
     pool: Pool = 'cls' if 'cls' in arrays else 'gap'
     pool = 'map' if 'MAPHead_0/probe' in arrays else pool
     table = next((name for name in _POSITIONS if name in arrays), None)
+    # Only big_vision has models without a table.
+    require(table is not None or not before_linen, f'the array {_POSITIONS[1]} is missing')
     config, row = inference.infer_config(
         arrays,
         hints,

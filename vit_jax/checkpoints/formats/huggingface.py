@@ -49,13 +49,13 @@ _FIELDS = {
     'intermediate_size': 'mlp_dim',
     'num_register_tokens': 'registers',
 }
-# In the image towers, whose arrays have no axis for the batch.
+# CLIP and SigLIP store these arrays without a batch axis.
 _TRANSFORMS = {'embeddings.class_embedding': VECTOR}
 _TRANSFORMS |= {'embeddings.position_embedding.weight': NO_BATCH}
 _QKV = 'query', 'key', 'value'
 _BLOCK = 'encoder/block'
 _BIASES = {f'{name}_bias': f'{_BLOCK}/attention/{name}/bias' for name in _QKV}
-# Modules and single arrays of models such as ViT in the file, by our names.
+# Names of modules and arrays in files of models such as ViT, by our names.
 _NAMES = {
     'embedding': 'embeddings.patch_embeddings.projection',
     'cls': 'embeddings.cls_token',
@@ -234,7 +234,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     processor = contents.description('processor_config.json').part('image_processor')
     processor = processor or contents.description('preprocessor_config.json')  # as transformers
     preprocessing, size = huggingface_processor.parse(processor, family)
-    remarks = [] if stated else [f'no config.json: the activation and epsilon of {family}']
+    remarks = [] if stated else [f'no config.json: assumes the activation and epsilon of {family}']
     preparation = f'images are prepared as is usual for {family}'
     remarks += [] if processor else [f'no preprocessor_config.json: {preparation}']
     projects = family == 'clip_vision_model' and config.num_classes is not None
@@ -251,7 +251,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 
 
 def _family_of(has: Callable[[str], bool]) -> str:
-    """Returns the model_type of a model, of which `has` says whether it has a module or array."""
+    """Returns the model_type. `has` tests whether the model has a module or array of this name."""
     is_dino = has(f'{_BLOCK}/attention_scale')
     kinds = {
         'clip_vision_model': has('pre_norm'),

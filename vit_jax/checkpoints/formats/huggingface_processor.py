@@ -98,7 +98,7 @@ def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
 
 
 def _sides(size: Size, is_square: bool, wrong: str) -> tuple[bool, int, int]:
-    """Returns whether only the shorter side is given, and (height, width) or that side twice."""
+    """Returns (keep_aspect, height, width); with keep_aspect both numbers are the shorter side."""
     match size:
         case int():
             return not is_square, size, size

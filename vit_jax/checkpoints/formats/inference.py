@@ -123,11 +123,12 @@ def infer_config(
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride
     stated = (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
-    grid, row = _infer_grid(arrays, table, rows=rows, known=stated or hints.grid)
+    grid, row = _infer_grid(arrays, table, rows=rows, known=hints.grid or stated)
     if 'num_heads' not in values:
         values['num_heads'] = _infer_heads(hints, width, values['mlp_dim'], values['depth'])
     inferred: dict[str, Any] = {
-        'image_size': image_size or (grid[0] * cell[0], grid[1] * cell[1]),
+        # The last pixels of a stated size may fill no patch.
+        'image_size': image_size if stated == grid else (grid[0] * cell[0], grid[1] * cell[1]),
         'patch_size': (p, q),
         'channels': kernel_shape(arrays, root if backbone else embedding, axes)[2],
         'backbone': backbone,
@@ -157,7 +158,7 @@ def _infer_grid(
             raise NeedsHint('positions are computed: say the grid, for example grid=(14, 14)')
         return known, 0
     count = shape_of(arrays, table, 2, 3)[-2]  # some have no axis for the batch
-    side = math.isqrt(count - rows[0])
+    side = math.isqrt(max(0, count - rows[0]))
     grid = known or (side, side)
     row = next((row for row in rows if math.prod(grid) == count - row), None)
     wrong = f'{table}: {count} positions; expected {math.prod(grid)} for the grid {grid}'

@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from vit_jax.base import Params, UserError, counted, require, tree_names, usable
+from vit_jax.base import Params, UserError, counted, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints import published, remote, store, transfer
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import array_files, google, inference, name_map, stablehlo
-from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
+from vit_jax.checkpoints.formats.array_files import FileContents, LazyArray
 from vit_jax.checkpoints.formats.base import Format, Layout, ParsedCheckpoint
 from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE, PREFIXES
@@ -123,8 +123,8 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
     if given := [name for name, value in vars(hints).items() if value is not None]:
         raise UserError(f'{path}: a checkpoint of ours needs no {given[0]}; leave it out')
     values, folder = store.load_card(local)
-    card, count = Card.read(values, where=f'{path}: card'), store.count_params(folder)
-    summary = inference.summarize(card.model, count, projects=card.projects)
+    card = records.from_dict(Card, values, where=f'{path}: card')
+    summary = inference.summarize(card.model, store.count_params(folder), projects=card.projects)
     report = [f'{OURS} layout, step {card.step}: {summary}']
 
     read = functools.partial(store.load_params, str(folder))
@@ -149,7 +149,7 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
     count = sum(map(math.prod, shapes.values()))
     types = {arrays[name].dtype.name for names in resolved.values() for name in names}
     layout = dataclasses.replace(parsed.layout, dtype=types.pop() if len(types) == 1 else 'float32')
-    size = (resized and parsed.processor_size) or config.image_size
+    size = (parsed.processor_size if resized else None) or config.image_size
     new = dataclasses.replace(config, image_size=size)
     card = Card(
         model=new,
@@ -178,7 +178,7 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
     """Reads the card in a safetensors file that vit_jax wrote; ignores files next to it."""
-    card = Card.read(JsonObject(json.loads(contents.metadata[CARD]), 'card'), where='card')
+    card = records.from_dict(Card, json.loads(contents.metadata[CARD]), where='card')
     layout = form.usual_layout(card.model)
     stored = json.loads(contents.metadata.get(LAYOUT, '{}'))
     fields = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()}

@@ -55,7 +55,7 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
         'jax': jax.__version__,
         'card': records.to_dict(card),
     }
-    # Without flatbuffers (pip install 'vit_jax[export]') jax asks for it.
+    # jax raises an error that asks for flatbuffers if it is missing: pip install 'vit_jax[export]'.
     stored = {PROGRAM: bytes(exported.serialize()), CARD: json.dumps(about).encode()}
     write_npz(path, arrays | {n: np.frombuffer(v, np.uint8) for n, v in stored.items()})
     notes = [f'program for {", ".join(_PLATFORMS)}: {images} -> {outputs}']

@@ -8,6 +8,7 @@ the arguments and the name. These facts were verified for all names of timm 1.0.
 
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any, Literal
 
@@ -165,14 +166,15 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         ignored += r'|(?!visual\.).*'  # the text tower
     arguments = stated.part('model_args')
     arguments.record(_Description, ignored=_NO_EFFECT)  # rejects other arguments
-    merged = JsonObject({**stated.part('pretrained_cfg'), **arguments, **stated}, stated.where)
-    described = merged.record(
-        _Description, defaults={} if _IMAGES.isdisjoint(merged) else _DEFAULTS
-    )
+    pretrained = stated.part('pretrained_cfg')
+    parts = itertools.chain(pretrained.items(), stated.items(), arguments.items())
+    merged = JsonObject({key: value for key, value in parts if value is not None}, stated.where)
+    has_images = bool(pretrained) or not _IMAGES.isdisjoint(stated)
+    described = merged.record(_Description, defaults=_DEFAULTS if has_images else {})
     if not stated:
         described, models = _assume(arrays)
         remarks.append(f'no config.json: images are prepared as for {models}')
-    text = f"{stated.where}: has no architecture; expected the name of one of timm's"
+    text = f'{stated.where}: architecture is missing; expected the name of a timm model'
     require(described.architecture != '' or not stated, text)
     config, layout = _build_config(prefix, arrays, hints, described)
     # CLIP's projection has no bias: timm gives it a bias of zeros.
@@ -239,7 +241,7 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _De
     """Returns the hints, completed by what the name of the architecture says."""
     has_clip_name = '_clip_' in name and not name.startswith('eva')
     is_clip = has_clip_name if name else 'norm_pre.weight' in arrays
-    is_undecided = is_clip and not name or _QUICK.fullmatch(f'{name} {tag}')
+    is_undecided = _QUICK.fullmatch(f'{name} {tag}') is not None if name else is_clip
     if is_undecided and described.act_layer is None and hints.gelu is None:
         way = 'say gelu=quick, as it was trained, or gelu=exact, as timm computes it'
         raise NeedsHint(f'{name or "no config.json"}: {way}')
@@ -269,6 +271,7 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
         resize = 'bilinear_edges'
     elif not name and 'mask_token' in arrays and not tokens:  # as Meta resizes them
         resize = 'bicubic_offset'
+    head = inference.length_of(arrays, 'head.bias')
     has_scale = not {'blocks.0.ls1.gamma', 'blocks.0.gamma_1'}.isdisjoint(arrays)
     options: dict[str, Any] = {
         'mlp_dim': mlp_dim,
@@ -279,7 +282,7 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
         'pre_norm': 'norm_pre.weight' in arrays,
         'layer_scale': 1e-5 if has_scale else None,
         'final_norm': 'after_pool' if 'fc_norm.weight' in arrays else 'before_pool',
-        'num_classes': described.num_classes or inference.length_of(arrays, 'head.bias'),
+        'num_classes': (head if described.num_classes is None else described.num_classes) or None,
         'representation_size': inference.length_of(arrays, 'pre_logits.fc.bias'),
         'position_resize': resize,
     }

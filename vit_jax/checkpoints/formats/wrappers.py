@@ -38,7 +38,7 @@ def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
     prefixes = sorted({match[1] for match in matches if match})
     if not prefixes:
         return contents
-    prefix = choose_prefix(prefixes, contents.key)
+    prefix, remarks = choose_prefix(prefixes, contents.key)
     model, others = dict[str, LazyArray](), list[str]()
     for name, array in contents.arrays.items():
         inside = short[name].removeprefix(prefix)
@@ -46,15 +46,14 @@ def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
             model[inside] = array
         else:
             others.append(name)
-    unused = [each.rstrip('.') for each in prefixes if each != prefix]
-    remark = f'weights: {prefix.rstrip(".")}; not used: {", ".join(unused)}'
-    return contents._replace(
-        arrays=model, key='', ignored=tuple(others), remarks=(remark,) if unused else ()
-    )
+    return contents._replace(arrays=model, key='', ignored=tuple(others), remarks=remarks)
 
 
-def choose_prefix(prefixes: Sequence[str], key: str) -> str:
-    """Returns the prefix that contains the key; without a key the only or the averaged one."""
+def choose_prefix(prefixes: Sequence[str], key: str) -> tuple[str, tuple[str, ...]]:
+    """Returns the prefix that contains the key, and a remark about the others if there are any.
+
+    Without a key it is the only prefix, or the averaged one.
+    """
     parts = re.compile(rf'(.*[./])?{re.escape(key)}[./].*')
     chosen = [each for each in prefixes if not key or parts.fullmatch(each)]
     offers = ', '.join(each.rstrip('./') or 'the whole file' for each in prefixes)
@@ -63,4 +62,6 @@ def choose_prefix(prefixes: Sequence[str], key: str) -> str:
     chosen = averaged if len(averaged) == 1 else chosen
     example = f'FILE:{chosen[0].rstrip("./")}'
     require(len(chosen) == 1, f'several models: {offers}; choose one with {example}')
-    return chosen[0]
+    unused = ', '.join(each.rstrip('./') for each in prefixes if each != chosen[0])
+    remark = f'weights: {chosen[0].rstrip("./")}; not used: {unused}'
+    return chosen[0], (remark,) if unused else ()

@@ -92,7 +92,8 @@ class SourceKind(NamedTuple):
 
     expected: str  # what `config.data` may be, for messages and help
     recognizes: Callable[[str], bool]  # whether `config.data` is of this kind
-    open_splits: Callable[..., Splits]  # of `config.data`; with columns, also of the labels' one
+    # Takes `config.data` and, with `has_label_columns`, the name of a column of labels.
+    open_splits: Callable[..., Splits]
     has_label_columns: bool = False  # whether another column may have the labels
 
 

@@ -28,7 +28,7 @@ from vit_jax.data.sources.base import (
     warn_once,
 )
 
-# The first that recognizes the data opens it; `folders` takes what is a folder and no other kind.
+# The first kind that recognizes the data opens it. `folders` is last: it accepts any folder.
 _NAMES = 'arrays', 'tfds', 'vtab', 'tables', 'imagenet', 'folders'
 KINDS: tuple[SourceKind, ...] = tuple(
     importlib.import_module(f'vit_jax.data.sources.{name}').KIND for name in _NAMES
@@ -124,13 +124,13 @@ def open_splits(
 ) -> Splits:
     """Returns the splits of a data set by name, each a function that opens it.
 
-    `data` is of one of the KINDS. Data without splits is `all`, and of that `train` and `test` as
-    `held_out` says. `label_column` is another column that has the labels, if the kind has columns.
+    One of KINDS recognizes `data`. Data without splits has the split `all`, which `held_out`
+    divides into `train` and `test`. `label_column` names another column of labels.
     """
     require(not storage.is_remote(data), f'data={data!r}: {_REMOTE}')
     kind = next((kind for kind in KINDS if kind.recognizes(data)), None)
     if kind is None:
-        raise MissingFile(f'data={data!r}: no such folder; expected {EXPECTED}')
+        raise MissingFile(f'data={data!r}: not found, or of no known kind; expected {EXPECTED}')
     columns = () if label_column is None else (label_column,)
     unused = f'labels={label_column!r}: expected FILE.json; {data} has no columns of labels'
     require(kind.has_label_columns or not columns, unused)

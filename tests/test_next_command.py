@@ -10,7 +10,7 @@ from vit_jax import evaluate
 from vit_jax.cli import config_flags
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.experiment.lineage import next_command
+from vit_jax.train import next_command
 from vit_jax.training.losses import LossConfig
 
 EXPERIMENTS = {

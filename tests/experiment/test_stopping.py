@@ -51,8 +51,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
 
 
 def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
-    with training(tmp_path, 'slow_wait:2000') as (host,):
-        host.wait_for_text('waiting for the last save')  # it takes 2 s
+    with training(tmp_path, 'slow_wait:4000') as (host,):
+        host.wait_for_text('waiting for the last save')  # it takes 4 s
         host.signal(signal.SIGTERM)
         assert host.wait() == 0, host.text
     assert steps(tmp_path)[-1] == 60
@@ -115,7 +115,7 @@ def test_an_error_ends_a_process_of_which_a_read_stalls(tmp_path):
 
 def test_a_process_that_compiles_half_a_minute_later_is_waited_for(tmp_path):
     """gloo itself waits for 30 s."""
-    with training(tmp_path, 'slow_compile:34:1', 2) as started:
+    with training(tmp_path, 'slow_compile:40:1', 2) as started:
         started[0].wait_for('reported', step=5, seconds=200)
 
 

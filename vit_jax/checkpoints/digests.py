@@ -110,7 +110,8 @@ def remove(folder: Path) -> None:
         if storage.is_remote(folder):
             (folder / FILE).unlink(missing_ok=True)
         elif not folder.name.startswith(PARTIAL):
-            folder = folder.rename(folder.with_name(PARTIAL + folder.name))
+            # A killed process may have left the name without the time.
+            folder = folder.rename(folder.with_name(f'{PARTIAL}{folder.name}-{time.time_ns()}'))
             sync(folder.parent)
         epath.Path(folder).rmtree()
     except Exception as error:  # clients of a bucket raise many kinds

@@ -145,9 +145,8 @@ def _download_file(match: re.Match[str]) -> Local:
     """Downloads the file of a match of _FILE."""
     path, digest = fetch(match['address'] + (match['query'] or ''), match['sha256'])
     subtree = f':{match["subtree"]}' if match['subtree'] else ''
-    return Local(
-        f'{path}{subtree}', (shown_url(_public_url(match['address'])), f'SHA-256 {digest}')
-    )
+    origin = shown_url(_public_url(match['address'])), f'SHA-256 {digest}'
+    return Local(f'{path}{subtree}', origin)
 
 
 def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:

@@ -51,11 +51,8 @@ def transfer(
     found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
     tanh = [n for n in found if n.startswith('pre_logits/') and n not in expected]
-    old_shapes, new_shapes = (
-        {(name, np.shape(leaf)) for name, leaf in tree.items() if name.startswith(f'{MASKED}/')}
-        for tree in (found, expected)
-    )
-    masked = {name for name, _ in old_shapes ^ new_shapes}
+    one, two = ({(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (found, expected))
+    masked = {name for name, _ in one ^ two if name.startswith(f'{MASKED}/')}
     dropped = {*head_params(params), *tanh, *masked}
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
     body, report = adapt(body, old=old, new=new)  # a dictionary by whole names is a tree too

@@ -78,10 +78,12 @@ WRONG = {
         ({'label_names': 'abc'}, 'label_names'),
         ({'architecture': None}, 'architecture'),
         ({'num_classes': 9}, 'head'),
+        ({'num_classes': 0}, 'head'),
+        ({'model_args': {'depth': 9}}, 'blocks'),
         ({'architecture': 'eva02_base_patch14_448'}, 'eva02'),
     ],
     ('siglip_timm_remainder', CONFIG): [
-        ({'global_pool': 'avgmax'}, 'avgmax'),
+        ({'model_args': {'global_pool': 'avgmax'}}, 'avgmax'),
         ({'model_args': {'pool_include_prefix': True}}, 'pool_include_prefix'),
         ({'model_args': {'act_layer': 'silu'}}, 'mlp'),
     ],

@@ -268,9 +268,15 @@ def test_a_subtree_of_an_npz_is_read_and_the_rest_is_listed(tmp_path):
         assert_same_arrays(named_leaves(network.params), named_leaves(loaded(config, form).params))
         assert network.ignored == ('opt/step', 'params/txt/head/kernel')
     assert any('2 arrays, such as opt/step' in line for line in network.report)
+    # What a training keeps next to the parameters is no other model.
+    for kept in 'ema_params', 'opt_state/0/mu/params':
+        both |= {f'{kept}{name.removeprefix("params")}': 0 * array for name, array in both.items()}
+    np.savez(tmp_path / 'two.npz', **both)
+    network = vit_jax.load(f'{tmp_path}/two.npz')
+    assert_same_arrays(named_leaves(network.params), named_leaves(loaded(config, form).params))
     both |= {name.replace('params/img/', 'params/other/'): a for name, a in both.items()}
     np.savez(tmp_path / 'two.npz', **both)
-    for key, name in ('', 'FILE:params/img'), (':nothing', 'nothing'):
+    for key, name in ('', 'FILE:params/other'), (':nothing', 'nothing'):
         with pytest.raises(UserError, match=name):
             vit_jax.load(f'{tmp_path}/two.npz{key}')
 

@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 
 # Arguments without effect here: dropout, initial parameters, and what the arrays show.
 _NO_EFFECT = (
     r'(.*_)?drop(_path)?_rate|weight_init|fix_init|init_values|dynamic_img_size|patch_size|in_chans'
-    r'|embed_dim|depth|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
+    r'|embed_dim|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
 )
 _TANH = re.compile(
     r'vit_(base_patch32_siglip(_gap)?_256|large_patch16_siglip(_gap)?_512'
@@ -88,6 +88,7 @@ class _Description(Record):
     tag: str = ''
     img_size: tuple[int, int] | None = None
     num_heads: int | None = None
+    depth: int | None = None
     num_classes: int | None = None
     global_pool: Literal['token', 'avg', 'map', ''] | None = None
     no_embed_class: bool = False
@@ -174,8 +175,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     if not stated:
         described, models = _assume(arrays)
         remarks.append(f'no config.json: images are prepared as for {models}')
-    text = f'{stated.where}: architecture is missing; expected the name of a timm model'
-    require(described.architecture != '' or not stated, text)
+    require(described.architecture != '' or not stated, f'{stated.where}: architecture is missing')
     config, layout = _build_config(prefix, arrays, hints, described)
     # CLIP's projection has no bias: timm gives it a bias of zeros.
     bias = arrays.get('head.bias')
@@ -275,7 +275,7 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
     has_scale = not {'blocks.0.ls1.gamma', 'blocks.0.gamma_1'}.isdisjoint(arrays)
     options: dict[str, Any] = {
         'mlp_dim': mlp_dim,
-        'depth': inference.count_layers(arrays, r'blocks\.(\d+)\.'),
+        'depth': described.depth or inference.count_layers(arrays, r'blocks\.(\d+)\.'),
         'pool': pool,
         'class_tokens': 1 if 'cls_token' in arrays and pool not in ('cls', 'cls_dist') else None,
         'registers': arrays[tokens].shape[1] if tokens else 0,

@@ -60,7 +60,7 @@ def choose_prefix(prefixes: Sequence[str], key: str) -> tuple[str, tuple[str, ..
     require(bool(chosen), f'no model is under {key!r}; expected one of {offers}')
     averaged = [each for each in chosen if _AVERAGED.fullmatch(each)]
     chosen = averaged if len(averaged) == 1 else chosen
-    example = f'FILE:{chosen[0].rstrip("./")}'
+    example = f'FILE:{chosen[-1].rstrip("./")}'
     require(len(chosen) == 1, f'several models: {offers}; choose one with {example}')
     unused = ', '.join(each.rstrip('./') for each in prefixes if each != chosen[0])
     remark = f'weights: {chosen[0].rstrip("./")}; not used: {unused}'

@@ -132,7 +132,9 @@ def _write_arrays(
     metadata = {CARD: json.dumps(records.to_dict(card))}
     metadata[LAYOUT] = json.dumps(dataclasses.asdict(layout))
     if form.file_name:
-        require(not digests.is_complete(place), f'{place}: a checkpoint of ours; remove it first')
+        ends = *array_files.ENDINGS, array_files.INDEX, digests.FILE
+        others = {f.name for f in place.glob('*') if f.name.endswith(ends)} - {form.file_name}
+        require(not others, f'{place}: holds {", ".join(sorted(others)[:3])}; remove it first')
         make_folder(place)
         for name, content in files.items():
             write_json(place / name, content)

@@ -69,7 +69,7 @@ def test_another_copy_is_chosen_by_its_key_or_its_prefix(file, key):
 @pytest.mark.parametrize(
     'arrays, key, name',
     [
-        (under('net.', 0) | under('model.', 0), '', 'FILE:model'),
+        (under('net.', 0) | under('model.', 0), '', 'FILE:net'),
         (under('model.', 0), 'ema', 'ema'),
         (under('', 0), 'ema', 'ema'),
     ],

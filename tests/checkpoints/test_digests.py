@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -116,8 +117,8 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_with_a_warning(r
     (folder / '12').mkdir()  # one that has lost its digests
     chex.assert_trees_all_equal(resume(copy).state, run.state)
     for step, file in ('10', 'training/'), ('12', 'digests.json'):
-        assert f'checkpoints/{step}: damaged since it was written: {file}' in caplog.text
-        assert f'moved to {folder}/damaged/{step}-' in caplog.text
+        assert re.search(f'checkpoints/{step}: .*{file}', caplog.text)
+        assert f'{folder}/damaged/{step}-' in caplog.text
     assert digests.steps(folder) == [10, 5]
     verify_digests(folder / '10')
 

@@ -147,7 +147,7 @@ def test_a_tower_of_timm_within_open_clip_is_that_network(tmp_path):
     assert (crop.scale, crop.keep_aspect, crop.resize) == (1.0, False, 'bicubic_antialias')
     model['vision_cfg'] |= {'timm_proj': 'linear'}
     described.write_text(json.dumps({'model_cfg': model}))
-    with pytest.raises(UserError, match="timm_proj='linear' is not supported"):
+    with pytest.raises(UserError, match='timm_proj'):
         vit_jax.load(tmp_path, num_heads=4)
 
 

@@ -78,7 +78,8 @@ class Checkpoints:
         """Starts to save a step, unless that step was the last to be saved."""
         if step == self.latest_step:
             return self.check()
-        self.wait()
+        self._join()
+        self.check()
         self._held()  # a partial checkpoint would be in the way of the run that has taken over
         arrays = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params),

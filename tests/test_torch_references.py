@@ -122,7 +122,7 @@ def test_one_block_of_what_timm_publishes_computes_the_same(name, tmp_path):
     try:
         model = timm.create_model(name, depth=1, num_classes=5)
     except (TypeError, AssertionError) as error:
-        assert 'depth' in str(error)
+        assert 'depth' in str(error) or 'per block' in str(error)
         pytest.skip('its depth is its own')
     size = model.pretrained_cfg['input_size'][1:]
     images = torch.randn(1, 3, *size)
@@ -139,7 +139,7 @@ def test_one_block_of_what_timm_publishes_computes_the_same(name, tmp_path):
         pytest.skip(str(error).partition(': ')[2])
     ours = jax.numpy.asarray(images.numpy().transpose(0, 2, 3, 1))
     logits = network.model.apply(network.params, ours)
-    # float32 rounding; a hybrid has up to 26 residual units before the block, 5.8e-5 was seen.
+    # float32 rounding; a hybrid has up to 50 layers before the block, 9.4e-5 was seen.
     tolerance = 1e-4 if network.config.backbone else 5e-5
     scale = max(1, abs(expected).max())
     np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance * scale)

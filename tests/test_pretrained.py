@@ -277,9 +277,12 @@ def test_a_checkpoint_of_ours_replaces_another_but_no_file_and_no_folder_of_othe
     with pytest.raises(UserError, match='timm'):
         vit_jax.save(again, path, 'tim')
     renamed = changed(again, class_names=tuple('klmnopqrst'))
+    left = tmp_path / '.partial-ours'  # by a removal that was killed
+    left.mkdir()
+    (left / 'file').touch()
     vit_jax.save(renamed, path, overwrite=True)
     assert vit_jax.load(path) == renamed
-    assert [path.name for path in tmp_path.iterdir()] == ['ours']
+    assert {path.name for path in tmp_path.iterdir()} == {'ours', left.name}
     with pytest.raises(UserError, match='photos: '):
         vit_jax.save(network, photos(tmp_path), 'vit_jax', overwrite=True)
     small = loaded(tiny.model(gelu='exact'))

@@ -35,11 +35,11 @@ def _print_variant(rows: list[Row], name: str, download: bool) -> None:
     """Prints the checkpoints of a variant, and the picked one with its fine-tunings."""
     picked = published.pick(rows, name)
     for row in published.list_variant(rows, name):
-        print(f'{float(row.final_val):8.4f}  {row.ds:<12} {row.filename}')
+        print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
     address = f'{AUGREG_FOLDER}/{picked.filename}.npz'
     print(f'picked    {address}')
     for row in published.list_fine_tunings(rows, picked.filename):
-        accuracies = f'{row.adapt_final_val} validation, {row.adapt_final_test} test'
+        accuracies = f'{row.adapt_final_val:.4f} validation, {row.adapt_final_test:.4f} test'
         where = f'{row.adapt_ds} {row.adapt_resolution}'
         print(f'  tuned   {where}: {accuracies}  {row.adapt_filename}')
     if download:

@@ -110,7 +110,7 @@ def remove(folder: Path) -> None:
         if storage.is_remote(folder):
             (folder / FILE).unlink(missing_ok=True)
         elif not folder.name.startswith(PARTIAL):
-            # A killed process may have left the name without the time.
+            # The time makes the name unique: a killed removal may have left another folder.
             folder = folder.rename(folder.with_name(f'{PARTIAL}{folder.name}-{time.time_ns()}'))
             sync(folder.parent)
         epath.Path(folder).rmtree()

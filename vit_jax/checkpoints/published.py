@@ -123,19 +123,22 @@ class Row(NamedTuple):
 
     ds: str  # the data of pre-training
     filename: str  # of the pre-trained checkpoint, without `.npz`
-    final_val: str  # its validation accuracy
+    final_val: float  # its validation accuracy
     adapt_ds: str  # the data of fine-tuning; empty if there is none
     adapt_resolution: str
     adapt_filename: str
-    adapt_final_val: str
-    adapt_final_test: str
+    adapt_final_val: float
+    adapt_final_test: float
 
 
 def read_index(path: str) -> list[Row]:
     """Reads the index of AugReg, a CSV file."""
     with usable(path, 'the index of AugReg, a CSV file'), open(path, newline='') as file:
-        lines = csv.DictReader(file)
-        return [Row(*(values[name] for name in Row._fields)) for values in lines]
+        return [_row(values) for values in csv.DictReader(file)]
+
+
+def _row(values: dict[str, str]) -> Row:
+    return Row._make(float(values[n] or 'nan') if 'final_' in n else values[n] for n in Row._fields)
 
 
 def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
@@ -145,17 +148,17 @@ def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
     stems = {row.filename.split('-')[0] for row in rows}
     require(stem in stems, f'no variant {variant!r} in the index; {records.nearest(stem, stems)}')
     chosen = {row.filename: row for row in rows if row.filename.split('-')[0] == stem}
-    return sorted(chosen.values(), key=lambda row: float(row.final_val), reverse=True)
+    return sorted(chosen.values(), key=lambda row: row.final_val, reverse=True)
 
 
 def pick(rows: Sequence[Row], variant: str) -> Row:
     """Returns the published choice for a variant: the best one on ImageNet-21k's validation set."""
     candidates = [row for row in list_variant(rows, variant) if row.ds == 'i21k']
     # Of equals the last, as in the published code.
-    return max(reversed(candidates), key=lambda row: float(row.final_val))
+    return max(reversed(candidates), key=lambda row: row.final_val)
 
 
 def list_fine_tunings(rows: Sequence[Row], filename: str) -> list[Row]:
     """Returns the fine-tunings of a pre-trained checkpoint, sorted by data set and accuracy."""
     chosen = [row for row in rows if row.filename == filename and row.adapt_filename]
-    return sorted(chosen, key=lambda row: (row.adapt_ds, -float(row.adapt_final_val)))
+    return sorted(chosen, key=lambda row: (row.adapt_ds, -row.adapt_final_val))

@@ -41,9 +41,8 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
     fitting = [name for name in NAMES if _SUFFIXES.get(name, '') == (ending if is_file else '')]
     only = fitting[0] if len(fitting) == 1 else own
     format = named or (own if own in fitting else only)
-    kinds = {name: f'{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES}
-    way = f'choose another name, or a format of {", ".join(kinds.values())}'
-    require(format in fitting, f'{path}: not a name for {kinds[format]}; {way}')
+    known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
+    require(format in fitting, f'{path}: not a name for {format}; the formats are {known}')
     return format
 
 

@@ -398,7 +398,7 @@ def profile_steps(
 
 
 def _write_profile(local: str, folder: Path, console: Console) -> None:
-    """Stops the profiler, and copies its files, which it cannot write to a bucket.
+    """Stops the profiler, then copies its files: the profiler can only write to a local folder.
 
     TensorBoard shows them, with its plugin `xprof`; ui.perfetto.dev shows perfetto_trace.json.gz.
     """

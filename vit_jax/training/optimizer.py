@@ -152,7 +152,7 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def count_moments(config: OptimizerConfig) -> int:
-    """Returns the number of state values per parameter of a large matrix."""
+    """Returns how many values the optimizer stores per parameter of a large matrix."""
     matrix = jax.ShapeDtypeStruct((1024, 1024), np.float32)
     state = jax.eval_shape(_moments(config).init, {'kernel': matrix})
     return sum(leaf.size for leaf in jax.tree.leaves(state)) // matrix.size

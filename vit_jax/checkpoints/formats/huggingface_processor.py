@@ -98,7 +98,10 @@ def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
 
 
 def _sides(size: Size, is_square: bool, wrong: str) -> tuple[bool, int, int]:
-    """Returns (keep_aspect, height, width); with keep_aspect both numbers are the shorter side."""
+    """Returns (keep_aspect, height, width).
+
+    With keep_aspect, height and width are equal: the target length of the shorter side.
+    """
     match size:
         case int():
             return not is_square, size, size

@@ -50,9 +50,9 @@ def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
 
 
 def choose_prefix(prefixes: Sequence[str], key: str) -> tuple[str, tuple[str, ...]]:
-    """Returns the prefix that contains the key, and a remark about the others if there are any.
+    """Returns the prefix of the model to read, and a remark that names the unused prefixes.
 
-    Without a key it is the only prefix, or the averaged one.
+    The key selects the prefix. Without a key, the only prefix or that of averaged weights is read.
     """
     parts = re.compile(rf'(.*[./])?{re.escape(key)}[./].*')
     chosen = [each for each in prefixes if not key or parts.fullmatch(each)]

@@ -42,7 +42,7 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
     only = fitting[0] if len(fitting) == 1 else own
     format = named or (own if own in fitting else only)
     known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
-    require(format in fitting, f'{path}: not a name for {format}; the formats are {known}')
+    require(format in fitting, f'{path}: not a name for a {format} checkpoint; formats: {known}')
     return format
 
 

@@ -88,7 +88,7 @@ DataFunction = Callable[[str], Source]
 
 
 class SourceKind(NamedTuple):
-    """A kind of stored data. To add one, write its file with a KIND, and name it in opening.py."""
+    """A kind of stored data. To add one, define KIND in a new module and list it in opening.py."""
 
     expected: str  # what `config.data` may be, for messages and help
     recognizes: Callable[[str], bool]  # whether `config.data` is of this kind

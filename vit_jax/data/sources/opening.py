@@ -130,7 +130,7 @@ def open_splits(
     require(not storage.is_remote(data), f'data={data!r}: {_REMOTE}')
     kind = next((kind for kind in KINDS if kind.recognizes(data)), None)
     if kind is None:
-        wrong = 'is of no known kind' if os.path.exists(data) else 'no such file or folder'
+        wrong = 'unknown kind of data' if os.path.exists(data) else 'no such file or folder'
         raise MissingFile(f'data={data!r}: {wrong}; expected {EXPECTED}')
     columns = () if label_column is None else (label_column,)
     unused = f'labels={label_column!r}: expected FILE.json; {data} has no columns of labels'

@@ -24,6 +24,7 @@ from vit_jax.evaluation.head import HeadReport
 from vit_jax.experiment import lineage
 from vit_jax.figures import bitmaps
 from vit_jax.pretrained import Loaded, load
+from vit_jax.studies import results
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 _SHOWN = 10  # classes, and confusions, on the screen
@@ -90,9 +91,7 @@ def _are_relabelled(open_split: Opener, arguments: argparse.Namespace, split: st
 
 def _describe_report(report: HeadReport) -> list[str]:
     """Returns the means, the classes with the lowest numbers, the most frequent confusions."""
-    shares = {name: value for name, value in report.means.items() if name != 'loss'}
-    lines = [f'{_format_name(name):<24}{value:8.2%}' for name, value in shares.items()]
-    lines.append(f'{"loss":<24}{report.means["loss"]:8.4f}')
+    lines = [f'{_format_name(n):<24}{results.text_of(n, x):>8}' for n, x in report.means.items()]
     name = 'average_precision' if 'average_precision' in report.classes[0] else 'accuracy'
     worst = sorted(report.classes, key=lambda one: one[name])[:_SHOWN]
     fewer = ', the lowest' if len(worst) < len(report.classes) else ''

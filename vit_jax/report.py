@@ -69,7 +69,8 @@ def _state(run: History) -> str:
 
 
 def _results(runs: Sequence[History]) -> Section:
-    shown = r'train/loss|(?!train)[^/]+/(.*_)?accuracy|train/images_per_second'
+    others = 'step|run|seconds|count|loss'
+    shown = rf'train/(loss|images_per_second)|(?!train|skipped)[^/]+/(?!({others})$).*'
     names = [name for name in _names(runs) if re.fullmatch(shown, name)]
     rows = []
     for run in runs:

@@ -33,13 +33,14 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
     """Returns the format to write at a path.
 
     It is the named format, else `own`, the format of the model, unless the path has the ending of
-    one other format. Raises UserError if the path does not have the ending of the format's files.
+    one other format; .safetensors is timm. Raises UserError if the path does not have the ending of
+    the format's files.
     """
     require(named in (None, *NAMES), f'format={named!r}; {records.nearest(str(named), NAMES)}')
     ending = pathlib.Path(path).suffix
     is_file = ending in {*array_files.ENDINGS, *_SUFFIXES.values()}
     fitting = [name for name in NAMES if _SUFFIXES.get(name, '') == (ending if is_file else '')]
-    only = fitting[0] if len(fitting) == 1 else own
+    only = fitting[0] if len(fitting) == 1 or ending == '.safetensors' else own
     format = named or (own if own in fitting else only)
     known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
     require(format in fitting, f'{path}: not a name for a {format} checkpoint; formats: {known}')

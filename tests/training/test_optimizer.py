@@ -56,11 +56,16 @@ def test_a_warmup_longer_than_the_run_is_refused():
         rates([0], warmup=90, cooldown=Duration(fraction=0.2))
 
 
+def _places(array):
+    """Counts its numbers from 1, so that gradients change their direction and not only their norm."""
+    return jnp.arange(1.0, array.size + 1).reshape(array.shape)
+
+
 def updated(config, rate=0.5, steps=1, growth=1.0):
     optimizer = make_optimizer(config, lambda step: jnp.asarray(rate), make_rules(config, PARAMS))
     params, state = PARAMS, optimizer.init(PARAMS)
     for step in range(steps):
-        gradient = jax.tree.map(lambda g, step=step: g * growth**step, GRADIENT)
+        gradient = jax.tree.map(lambda g, step=step: g * growth ** (step * _places(g)), GRADIENT)
         updates, state = optimizer.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
     return params, state

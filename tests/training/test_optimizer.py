@@ -57,7 +57,7 @@ def test_a_warmup_longer_than_the_run_is_refused():
 
 
 def _places(array):
-    """Counts its numbers from 1, so that gradients change their direction and not only their norm."""
+    """Counts its numbers from 1: gradients then change their direction, not only their norm."""
     return jnp.arange(1.0, array.size + 1).reshape(array.shape)
 
 

@@ -280,8 +280,8 @@ def load(
     changes: dict[str, Any] = {'patch_size': _pair(patch_size), 'channels': channels}
     changes['image_size'] = None if size == 'stored' else size
     changes = {name: value for name, value in changes.items() if value is not None}
-    if num_classes != 'keep':
-        changes['num_classes'] = num_classes
+    if num_classes not in ('keep', old.num_classes):
+        changes |= {'num_classes': num_classes, 'head': 'linear', 'head_bias': 0.0}
     new = dataclasses.replace(old, **changes)
     params, lines = transfer.changed(checkpoint.read(), old=old, new=new)
     if new.num_classes != old.num_classes:  # they describe the old head

@@ -105,6 +105,8 @@ def _write_arrays(
     config, notes = card.model, list[str]()
     right = f'the {form.name} format has no plain ResNets; write google or bigvision'
     require(form.resnets or isinstance(config, ViTConfig), right)
+    wrong = f'head={records.text_of(config.head)}: the {form.name} format has linear heads alone'
+    require(config.num_classes is None or config.head == 'linear', f'{wrong}; drop the head')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         table, own = position_array(config, params), position_tables(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}

@@ -36,9 +36,9 @@ def attend(
     """Computes softmax(Q K^T / sqrt(k)) V for each head (appendix A, equations 6 and 7).
 
     Args:
-      query: Queries.
-      key: Keys.
-      value: Values.
+      query: Shape (b q h k).
+      key: Shape (b n h k).
+      value: Shape (b n h k).
       relative: Relative position embeddings R (appendix D.4), one for each of the q + n - 1
         offsets: the logit of query i and key j is (Q_i . K_j + Q_i . R[j - i + q - 1]) / sqrt(k).
         Only `xla` supports them.
@@ -49,7 +49,7 @@ def attend(
         keys (class tokens) always uses `xla`.
 
     Returns:
-      Mixed values, one for each query and head.
+      Array of shape (b q h k).
     """
     if query.shape[1] < key.shape[1]:
         implementation = 'xla'
@@ -115,7 +115,10 @@ def _mix_parts(
 
 @_mix.defjvp
 def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """Computes d(sum_j w_j v_j / s) = (sum_j w_j (v_j dl_j + dv_j) - m sum_j w_j dl_j) / s."""
+    """Computes the JVP of `_mix` from its output m, the exponentials w of the logits l, s = sum w.
+
+    dm = d(sum_j w_j v_j / s) = (sum_j w_j (v_j dl_j + dv_j) - m sum_j w_j dl_j) / s.
+    """
     (query, key, value, bias), (d_query, d_key, d_value, d_bias) = primals, tangents
     mixed, weights, total = _mix_parts(query, key, value, bias, scale)
     d_logits = jnp.einsum('bqhk,bnhk->bhqn', d_query, key)

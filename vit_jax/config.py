@@ -42,7 +42,7 @@ class EvalConfig(Record):
     """
 
     data: str | DataFunction | None = None  # data set; None: the data of the experiment
-    split: str = 'test'  # split, a part of one or several, like train_split
+    split: str = 'test'  # split to evaluate on, in the format of train_split
     labels: str | None = None  # other labels: a JSON file or TFDS column; None: the data set's
     every_steps: Interval | None = None  # interval in steps, or epoch; None: eval_every_steps
 
@@ -70,8 +70,8 @@ class TrainConfig(Record):
     start_from: str | None = None  # checkpoint, in any format, to initialize parameters from
     reuse_head: bool = False  # keep the head of start_from for its classes; false: a new head
     hints: Hints = default(Hints)  # facts about start_from that its files do not contain
-    preprocessing: Preprocessing | None = None  # None: as for start_from, or the default
-    augmentation: Augmentation | AugmentFunction = default(Augmentation)  # for training images
+    preprocessing: Preprocessing | None = None  # of images; None: as for start_from, or default
+    augmentation: Augmentation | AugmentFunction = default(Augmentation)  # of training images
 
     # Training.
     total: Duration | None = None  # length of training; None: only few-shot evaluation

@@ -25,7 +25,7 @@ class LogisticConfig(records.Record):
     validation part of the training images is chosen, and fitted again to all training images.
     """
 
-    l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # regularization, best is chosen
+    l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # regularization; the best is used
     validation_fraction: float = 0.1  # fraction of the training images that selects l2
     max_iterations: int = 1000  # maximum number of L-BFGS iterations
     tolerance: float = 1e-4  # largest gradient entry of the mean loss at convergence

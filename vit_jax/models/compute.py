@@ -57,7 +57,7 @@ class Compute(Record):
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # dtype of activations and products
     remat: Remat | Literal['auto'] = 'auto'  # dots: recompute all but products; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks per iteration of the loop over blocks
-    attention: Implementation | Literal['auto'] = 'auto'  # cudnn: GPUs; splash: TPUs
+    attention: Implementation | Literal['auto'] = 'auto'  # cudnn: GPUs; splash: TPUs; others: all
     layout: Layout | Literal['auto'] = 'auto'  # flat: all tokens of a batch as rows of one matrix
     last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: outputs of class tokens only
 

@@ -60,12 +60,12 @@ class Backbone(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class ImagesAndHead(Record):
-    """Input images and head, which all architectures have. Sizes are (height, width)."""
+    """Fields of all architectures: input images and head. Sizes are (height, width)."""
 
     image_size: tuple[int, int] = (224, 224)  # image (height, width) in pixels
     channels: int = 3  # number of image channels
-    num_classes: int | None = None  # None: no head, the model returns features
-    head: Head = 'linear'  # or your own function f(num_classes) -> flax module
+    num_classes: int | None = None  # number of classes; None: no head, the model returns features
+    head: Head = 'linear'  # linear, or your own function f(num_classes) -> flax module
     head_bias: float = 0.0  # initial value of the linear head's bias
 
     def check(self) -> None:
@@ -96,7 +96,7 @@ class ViTConfig(ImagesAndHead):
     which cuts patches from the feature map.
     """
 
-    patch_size: tuple[int, int] = (16, 16)  # in pixels of the image; of a hybrid's feature map
+    patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or a hybrid's feature map
     backbone: Backbone | None = None  # convolutions of a hybrid; None: patches are cut from images
     width: int = 768  # embedding dimension of the tokens
     depth: int = 12  # number of blocks
@@ -108,7 +108,8 @@ class ViTConfig(ImagesAndHead):
     registers: int = 0  # number of register tokens ("Vision Transformers Need Registers")
     positions: PositionKind = (
         'learned'  # one vector per position; learned2d: one per row and one per column; sincos2d:
-        # fixed; relative: one per offset, in attention; rope: rotated queries and keys; none
+        # fixed sines and cosines; relative: one vector per offset, in attention; rope: queries and
+        # keys are rotated; none: no positions
     )
     positions_at: PositionsAt = 'stem'  # where position embeddings are added (appendix D.4)
     position_resize: PositionResize = 'bilinear'  # interpolation of learned positions

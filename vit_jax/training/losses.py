@@ -22,7 +22,7 @@ LossKind = Literal['softmax', 'sigmoid']
 class LossConfig(records.Record):
     """Softmax or sigmoid cross-entropy. Sigmoid losses are summed over classes."""
 
-    kind: LossKind = 'softmax'  # one class per image; sigmoid: several classes per image
+    kind: LossKind = 'softmax'  # softmax: one class per image; sigmoid: any number of classes
     label_smoothing: float = 0.0  # fraction of the target that is spread over all classes
 
     def check(self) -> None:

@@ -40,7 +40,7 @@ def _require_kind(config: Any, users: list[str], option: str) -> None:
 class ScheduleConfig(records.Record):
     """Learning rate schedule: linear warmup from 0, decay, and optional linear cooldown to 0."""
 
-    kind: Decay = 'cosine'  # cosine: decay to 0; linear: to linear_end; rsqrt: 1/sqrt; constant
+    kind: Decay = 'cosine'  # cosine: to 0; linear: to linear_end; rsqrt: 1/sqrt(steps); constant
     learning_rate: float = 1e-3  # peak learning rate
     warmup: Duration = _steps(0)  # length of the linear warmup from 0 to the peak
     linear_end: float | None = None  # final rate of kind=linear; None: 1e-5, as in ViT's code
@@ -61,7 +61,7 @@ class ScheduleConfig(records.Record):
 class OptimizerConfig(RulesConfig):
     """Optimizer: AdamW, SGD with momentum, or Adafactor as in Scaling Vision Transformers.
 
-    Defaults of b1, b2: 0.9, 0.999; of epsilon: 1e-8; of momentum: 0.9.
+    The default values are b1=0.9, b2=0.999, epsilon=1e-8 and momentum=0.9.
     """
 
     # Rules are inherited, so that flags have short names such as optimizer.weight_decay.

@@ -28,7 +28,8 @@ class RulesConfig(records.Record):
 
     Weight decay is decoupled: the decay per step is learning rate times `weight_decay`. Patterns
     are regular expressions that match whole parameter names; a pattern without a match is an error.
-    The factors of `layer_decay` and `lr_multipliers` are multiplied.
+    The factors of `layer_decay` and `lr_multipliers` are multiplied. `trained_blocks=k` trains the
+    last k blocks, the final norm and the head; 0 trains only the head.
     """
 
     weight_decay: float = 0.0  # weight decay of the parameters that match decay_pattern
@@ -36,7 +37,7 @@ class RulesConfig(records.Record):
     decay_pattern: str = r'(.*/)?kernel'  # pattern of the parameters that weight decay applies to
     layer_decay: float | None = None  # learning rate factor per layer below the head; None: 1
     lr_multipliers: tuple[tuple[str, float], ...] = ()  # (pattern, learning rate factor) pairs
-    trained_blocks: int | None = None  # last blocks to train, with all after; 0: head; None: all
+    trained_blocks: int | None = None  # number of last blocks to train; 0: only head; None: all
     frozen: tuple[str, ...] = ()  # patterns of parameters that are not trained
 
     def check(self) -> None:

@@ -85,7 +85,7 @@ def match_classes(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
             raise UserError(f'{error}{hint}') from error
     classes = counted(len(source.class_names), 'class')
     wrong = f'the checkpoint has {count:,} outputs, the data set has {classes}'
-    require(len(source.class_names) == count, f'{wrong}; expected equal numbers')
+    require(len(source.class_names) == count, f'{wrong}; expected equal numbers to match by order')
     return source
 
 

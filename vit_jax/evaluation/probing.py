@@ -228,7 +228,7 @@ def _evaluate_few_shot(
 def _possible_shots(shots: Sequence[int], train: Source, notes: list[str]) -> list[int]:
     """Returns the numbers of shots for which every class has enough images.
 
-    If there is none, returns the lowest number, for which small classes use all their images. Notes
+    If no number qualifies, returns the lowest, for which small classes use all their images. Notes
     name the smallest class.
     """
     images = np.bincount(train.labels)

@@ -147,16 +147,16 @@ def make_optimizer(
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
-    given = {name: getattr(config, name) for name in OPTIONS[config.kind]}
-    use = OPTIONS[config.kind] | {name: value for name, value in given.items() if value is not None}
+    fields = {name: getattr(config, name) for name in OPTIONS[config.kind]}
+    options = OPTIONS[config.kind] | {k: value for k, value in fields.items() if value is not None}
     match config.kind:
         case 'adamw':
-            b1, b2, epsilon = use['b1'], use['b2'], use['epsilon']
+            b1, b2, epsilon = options['b1'], options['b2'], options['epsilon']
             return optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
         case 'sgd':
-            return optax.trace(use['momentum'], accumulator_dtype=config.moment_dtype)
+            return optax.trace(options['momentum'], accumulator_dtype=config.moment_dtype)
         case 'adafactor':
-            return _adafactor(use['b1'], use['b2'], config.moment_dtype)
+            return _adafactor(options['b1'], options['b2'], config.moment_dtype)
         case other:
             assert_never(other)
 
@@ -174,18 +174,18 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
     def decay(step: Any, exponent: float) -> Any:
         return jnp.minimum(b2, 1 - (step + 1.0) ** -exponent)
 
-    def scaled(least_side: int, *, vectors: bool) -> optax.GradientTransformation:
+    def scale(min_size: int, *, vectors: bool) -> optax.GradientTransformation:
         rms = optax.scale_by_factored_rms(
-            min_dim_size_to_factor=least_side, decay_rate_fn=decay, epsilon=1e-30
+            min_dim_size_to_factor=min_size, decay_rate_fn=decay, epsilon=1e-30
         )
 
-        def are(name: str, leaf: Any) -> bool:  # without the axis of stacked blocks
+        def selects(name: str, leaf: Any) -> bool:  # ignores the axis of stacked blocks
             return (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors
 
-        return optax.masked(rms, functools.partial(tree_names.map_named, are))
+        return optax.masked(rms, functools.partial(tree_names.map_named, selects))
 
     return optax.chain(
-        scaled(least_side=2**62, vectors=True),  # never factored
-        scaled(least_side=32, vectors=False),  # big_vision's value; the default of optax is 128
+        scale(min_size=2**62, vectors=True),  # never factored
+        scale(min_size=32, vectors=False),  # big_vision's value; the default of optax is 128
         optax.ema(b1, debias=False, accumulator_dtype=moment_dtype),
     )

@@ -269,7 +269,7 @@ class Encoder(ViTModule):
         unroll = min(int(self.compute.unroll), self.config.depth)
         scan = nn.scan(
             rematerialized(Block, self.compute, in_loop=unroll == 1, by=nn.remat),
-            variable_axes={True: 0},  # parameters and taps have the depth as first axis
+            variable_axes={True: 0},  # all variables are stacked along axis 0
             split_rngs={'params': True, 'dropout': True},
             in_axes=(0, nn.broadcast),
             length=self.config.depth,
@@ -301,10 +301,11 @@ class Encoder(ViTModule):
             return jax.tree.map(index, stacked)
 
         if unroll < depth:
-            # A scan over slices would copy the parameters and their gradients.
+            # Blocks are indexed: a scan over slices would copy the parameters and their gradients.
             step = rematerialized(lambda x, i: run(x, take(i)), self.compute, in_loop=unroll == 1)
             x = jax.lax.fori_loop(0, depth - 1, lambda i, x: step(x, i), x, unroll=unroll)
-            # With a constant index, XLA puts the gradient of the last block in a separate buffer.
+            # The barrier hides that the index is constant. Otherwise XLA would put the gradient of
+            # the last block in a separate buffer.
             last = take(jax.lax.optimization_barrier(jnp.int32(depth - 1)))
         else:
             # A single unstack writes the gradient of each block once.

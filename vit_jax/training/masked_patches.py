@@ -107,7 +107,7 @@ def make_patch_sums(
     Args:
       predict_patches: Maps (params, images, corruption, key) to patch outputs; see `Model`.
       config: Corruption and target.
-      normalize: Maps uint8 images to the input of the model.
+      normalize: Maps images with pixels from 0 to 255 to the input of the model.
       model: Architecture, with outputs per patch.
       keys_of: Returns the key of each example in a batch, which determines its corruption.
 

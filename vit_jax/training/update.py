@@ -97,7 +97,7 @@ def make_loss_sums(
     Args:
       apply: Maps (params, images, key) to logits; see `Model`.
       loss: Maps (logits, targets) to one loss per example.
-      normalize: Maps uint8 images to the input of the model.
+      normalize: Maps images with pixels from 0 to 255 to the input of the model.
       rows_of: Maps (logits, targets) to outputs of each example, for `BatchSums.rows`.
 
     Returns:

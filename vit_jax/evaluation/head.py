@@ -53,7 +53,7 @@ def reader_for(loaded: Loaded, source: Source, **options: Any) -> ImageReader:
     Args:
       loaded: Checkpoint.
       source: Images.
-      **options: Further fields of `ImageReader`.
+      options: Further fields of `ImageReader`.
 
     Raises:
       UserError: If the model has outputs per token (`pool=none`) instead of one per image.

@@ -47,7 +47,7 @@ def variant(name: str, **changes: Any) -> ModelConfig:
 
     Args:
       name: Name of the variant.
-      **changes: Fields of the configuration with other values, such as `image_size`.
+      changes: Fields of the configuration with other values, such as `image_size`.
 
     Raises:
       UserError: If the name is unknown.

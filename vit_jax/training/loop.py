@@ -81,23 +81,11 @@ def fit(
     clock: Clock,
     max_skipped_steps: int = 1,
 ) -> TrainState:
-    """Runs `update` for each step.
+    """Runs `update` for each of `steps`, with one batch each, and returns the last state.
 
     Metrics of a step are read while the next one runs, so that the device never waits for the host.
-    They are read before any observer gets the state.
-
-    Args:
-      update: Maps (state, batch) to (state, metrics).
-      state: State before the first of `steps`.
-      batches: Batches, one for each step.
-      steps: Steps to run.
-      on_metrics: Called with the number of updates and their last metrics, as floats.
-      observers: Actions on the state.
-      clock: Measures the time of steps and of waiting for data.
-      max_skipped_steps: Number of skipped updates in a row that stops training.
-
-    Returns:
-      The last state.
+    They are passed to `on_metrics` as floats, together with the number of updates so far, before
+    any observer gets the state.
 
     Raises:
       NotFinite: If parameters are not finite, or `max_skipped_steps` updates in a row were skipped.

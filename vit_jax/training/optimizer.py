@@ -32,7 +32,7 @@ def _steps(count: int) -> Any:
 
 def _require_kind(config: Any, users: list[str], option: str) -> None:
     """Raises UserError unless this kind of schedule or optimizer has the option."""
-    wrong = f'not an option of kind={config.kind}; expected kind={" or ".join(users)}'
+    wrong = f'kind={config.kind} does not have this option; expected kind={" or ".join(users)}'
     records.require(config.kind in users, f'{option}: {wrong}')
 
 

@@ -130,19 +130,9 @@ def make_update(
     If the loss or the gradient norm is not finite, the update is skipped: the state keeps its
     values, except for the step counters of state and schedule, and the metric `skipped` is 1.
 
-    Args:
-      loss_sums: Computes loss and metrics of a batch; see `make_loss_sums`.
-      optimizer: Transforms gradients to updates, including the learning rate.
-      schedule: The optimizer's learning rate schedule, for the metric `learning_rate`.
-      augment: Augments a batch.
-      stop_frozen_gradients: Stops gradients of frozen parameters.
-      seed: Seed of all keys.
-      accumulation_steps: Number of parts of a batch whose gradients are summed one after the
-        other. The update is the same, with activations of only one part in memory.
-      polyak_decay: Decay of `ema_params`; None: no average.
-
-    Returns:
-      `update(state, batch)`, which returns the next state and metrics.
+    `loss_sums` is described in `make_loss_sums`. `schedule` is the optimizer's, for the metric
+    `learning_rate`. With `accumulation_steps=k`, gradients of k parts of the batch are summed one
+    after the other. The update is the same, with activations of only one part in memory.
     """
 
     @functools.partial(accumulated, parts=accumulation_steps)

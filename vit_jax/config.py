@@ -83,7 +83,7 @@ class TrainConfig(Record):
     schedule: ScheduleConfig = default(ScheduleConfig)  # learning rate schedule
     regularization: Regularization = default(Regularization)  # dropout and stochastic depth
     polyak_decay: float | None = None  # decay of the moving average of parameters; None: no average
-    max_skipped_steps: int = 10  # steps in a row with non-finite loss or gradient that stop training
+    max_skipped_steps: int = 10  # steps in a row with non-finite loss or gradient before stopping
     seed: int = 0  # seed of all random numbers
 
     # Logs, evaluations and checkpoints. An interval is a number of steps, or epoch.

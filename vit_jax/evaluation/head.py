@@ -139,15 +139,15 @@ def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
     of_class = functools.partial(class_means, num_classes=len(names))
     targets = rows['targets' if source.multi_label else 'label']
     metrics = {name: of_class(rows[name], targets) for name in means if name in rows}
-    seen, confusion = list[str](), None
+    confused, confusion = list[str](), None
     if evaluation.average_precisions is not None:
         metrics['average_precision'] = evaluation.average_precisions
     if not source.multi_label:
         metrics['precision'] = of_class(rows['accuracy'], rows['predicted'])
-        seen, confusion = _confusion(targets, rows['predicted'], names)
+        confused, confusion = _confusion(targets, rows['predicted'], names)
     classes = _list_classes(names, targets, metrics)
     require(bool(classes), f'none of {evaluation.num_images:,} images has a class')
-    return HeadReport(evaluation.num_images, means, classes, seen, confusion)
+    return HeadReport(evaluation.num_images, means, classes, confused, confusion)
 
 
 def _predictions_and_targets(
@@ -164,7 +164,7 @@ def _list_classes(
     images = targets.sum(axis=0) if multi_label else np.bincount(targets, minlength=len(names))
     return [
         {'class': names[i], 'images': int(images[i])}
-        | {name: float(of[i]) if np.isfinite(of[i]) else None for name, of in metrics.items()}
+        | {name: float(x[i]) if np.isfinite(x[i]) else None for name, x in metrics.items()}
         for i in np.flatnonzero(images).tolist()
     ]
 

@@ -1,4 +1,4 @@
-"""The typed configuration of an experiment, composed of what the parts own."""
+"""The configuration of an experiment, composed of the configurations of its parts."""
 
 import dataclasses
 import json
@@ -22,28 +22,29 @@ from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-FORMAT = 3  # of work directories; raised when the fields or the meaning of their files change
-# Kinds of lines in metrics.jsonl that are no evaluations by name.
+FORMAT = 3  # format number of work directories; increases when their files change
+# Kinds of lines in metrics.jsonl that are not names of evaluations.
 _RESERVED = 'train', 'fewshot', 'skipped'
 
 
 def default(kind: type) -> Any:
-    """A field of a record whose default is made anew for each record."""
+    """Makes a field of a record with `kind` as default factory."""
     return dataclasses.field(default_factory=kind)
 
 
 @dataclasses.dataclass(kw_only=True)
 class EvalConfig(Record):
-    """One evaluation of what is learned, on all images of a split.
+    """An evaluation on all images of a split.
 
-    `labels` replaces the data's own: a JSON file of lists of class numbers, as ReaL's real.json
-    ("Are we done with ImageNet?"), or a column of a TFDS data set. Images without any are left out.
+    `labels` replaces the labels of the data set: by a JSON file with a list of class numbers per
+    image, such as ReaL's real.json ("Are we done with ImageNet?"), or by a column of a TFDS data
+    set. Images without labels are left out.
     """
 
-    data: str | DataFunction | None = None  # None: the data of the experiment
-    split: str = 'test'  # of these data; a part or several, as train_split
-    labels: str | None = None  # a JSON file, or a column of TFDS data; None: the data's own
-    every_steps: Interval | None = None  # None: eval_every_steps
+    data: str | DataFunction | None = None  # data set; None: the data of the experiment
+    split: str = 'test'  # split to evaluate on, in the format of train_split
+    labels: str | None = None  # other labels: a JSON file or TFDS column; None: the data set's
+    every_steps: Interval | None = None  # interval in steps, or epoch; None: eval_every_steps
 
     def check(self) -> None:
         require_between(self, 'every_steps', low=1)
@@ -51,54 +52,55 @@ class EvalConfig(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class TrainConfig(Record):
-    """One experiment: pre-training, fine-tuning and few-shot evaluation are values of this.
+    """An experiment: pre-training, fine-tuning, or few-shot evaluation.
 
-    `data`, `augmentation`, `loss`, `head` may be one's own functions: config.json names them.
+    `data`, `augmentation`, `loss` and `head` can be your own functions. config.json records their
+    names only.
     """
 
-    # What is learned from, and by what.
-    data: str | DataFunction  # a folder, a file or a name, see docs/data.md; or f(split)
-    train_split: str = 'train'  # a part of it, or several: train[:98%], train+validation
-    eval_split: str = 'test'  # of the evaluation `test`, where `evals` names no others
-    held_out: HeldOut = default(HeldOut)  # for testing, of data without splits
-    classes: tuple[str, ...] = ()  # names of those to train and evaluate on alone; none: all
-    model: ViTConfig | ResNetConfig | None = None  # None: the model of start_from
-    image_size: tuple[int, int] | None = None  # (height, width); None: the model's own
-    head: Head | None = None  # linear, or f(num_classes) -> flax module; None: the head of `model`
-    start_from: str | None = None  # a checkpoint, of any format, with the first parameters
-    reuse_head: bool = False  # for classes that start_from knows by name; false: a new head
-    hints: Hints = default(Hints)  # what the checkpoint's file does not say of itself
-    preprocessing: Preprocessing | None = None  # None: that of start_from, or the usual one
+    # Data and model.
+    data: str | DataFunction  # folder, file or name of a data set (docs/data.md), or f(split)
+    train_split: str = 'train'  # training split, such as train, train[:98%], train+validation
+    eval_split: str = 'test'  # split of the evaluation `test`; only if `evals` is empty
+    held_out: HeldOut = default(HeldOut)  # test images of a data set without splits
+    classes: tuple[str, ...] = ()  # names of the classes to train and evaluate on; empty: all
+    model: ViTConfig | ResNetConfig | None = None  # architecture; None: the model of start_from
+    image_size: tuple[int, int] | None = None  # (height, width) in pixels; None: the model's
+    head: Head | None = None  # linear, or f(num_classes) -> flax module; None: the model's head
+    start_from: str | None = None  # checkpoint, in any format, to initialize parameters from
+    reuse_head: bool = False  # keep the head of start_from for its classes; false: a new head
+    hints: Hints = default(Hints)  # facts about start_from that its files do not contain
+    preprocessing: Preprocessing | None = None  # of images; None: as for start_from, or default
     augmentation: Augmentation | AugmentFunction = default(Augmentation)  # of training images
 
-    # How.
-    total: Duration | None = None  # None: nothing is trained, few-shot evaluation alone
-    batch_size: int = 256  # images of a step, on all devices together
-    accumulation_steps: int = 1  # parts of a batch, one after the other, to need less memory
-    objective: MaskedPatches | None = None  # None: classification, with `loss`
-    loss: LossConfig | Loss = default(LossConfig)  # of logits and classes
-    optimizer: OptimizerConfig = default(OptimizerConfig)  # which, and for which parameters
-    schedule: ScheduleConfig = default(ScheduleConfig)  # the learning rate over the steps
-    regularization: Regularization = default(Regularization)  # what is dropped at random
-    polyak_decay: float | None = None  # of the average of parameters; None: no average
-    max_skipped_steps: int = 10  # in a row, whose gradient was not finite; then training stops
-    seed: int = 0  # of all that is random
+    # Training.
+    total: Duration | None = None  # length of training; None: only few-shot evaluation
+    batch_size: int = 256  # images per step, on all devices together
+    accumulation_steps: int = 1  # number of parts of a batch for gradient accumulation
+    objective: MaskedPatches | None = None  # self-supervised objective; None: classification
+    loss: LossConfig | Loss = default(LossConfig)  # classification loss, or f(logits, targets)
+    optimizer: OptimizerConfig = default(OptimizerConfig)  # optimizer and param groups
+    schedule: ScheduleConfig = default(ScheduleConfig)  # learning rate schedule
+    regularization: Regularization = default(Regularization)  # dropout and stochastic depth
+    polyak_decay: float | None = None  # decay of the moving average of parameters; None: no average
+    max_skipped_steps: int = 10  # steps in a row with non-finite loss or gradient before stopping
+    seed: int = 0  # seed of all random numbers
 
-    # What is measured and kept on the way.
-    log_every_steps: Interval | None = None  # lines of numbers; None: 50, or fewer if it is short
-    evals: dict[str, EvalConfig] = default(dict)  # by name; none: `test`, on eval_split
-    eval_every_steps: Interval | None = None  # None: at the end only
-    eval_batch_size: int | None = None  # None: batch_size
-    checkpoint_every_steps: Interval | None = None  # None: at the end only
-    keep_checkpoints: int = 2  # the newest
-    fewshot: FewshotConfig | None = None  # evaluation with few labels; None: none
-    tensorboard: bool = False  # the numbers as its event files too
+    # Logs, evaluations and checkpoints. An interval is a number of steps, or epoch.
+    log_every_steps: Interval | None = None  # logging interval; None: 50, less for short trainings
+    evals: dict[str, EvalConfig] = default(dict)  # evaluations by name; empty: test on eval_split
+    eval_every_steps: Interval | None = None  # interval of evaluations; None: only at the end
+    eval_batch_size: int | None = None  # images per batch in evaluations; None: batch_size
+    checkpoint_every_steps: Interval | None = None  # interval of checkpoints; None: only at the end
+    keep_checkpoints: int = 2  # number of newest checkpoints to keep
+    fewshot: FewshotConfig | None = None  # few-shot and other probes of features; None: no probes
+    tensorboard: bool = False  # also write metrics as TensorBoard event files
 
-    # On what. All but compute.dtype, loader.on_unreadable and loader.max_pixels change speed
-    # and memory alone.
-    compute: Compute = default(Compute)  # precision, memory, kernels
-    mesh: MeshConfig = default(MeshConfig)  # how devices share batch and parameters
-    loader: LoaderConfig = default(LoaderConfig)  # how images are read
+    # Computation. Except for compute.dtype, loader.on_unreadable and loader.max_pixels, these
+    # affect only speed and memory.
+    compute: Compute = default(Compute)  # precision, memory and kernels
+    mesh: MeshConfig = default(MeshConfig)  # sharding of batch and parameters over devices
+    loader: LoaderConfig = default(LoaderConfig)  # reading of images
 
     def check(self) -> None:
         names = 'batch_size', 'accumulation_steps', 'max_skipped_steps', 'keep_checkpoints'
@@ -107,32 +109,31 @@ class TrainConfig(Record):
         require_between(self, 'polyak_decay', low=0, below=1)
         require_between(self, 'seed', low=0, below=2**32)
         distinct = len({*self.classes}) == len(self.classes)
-        require(distinct, f'classes={self.classes}: expected each once')
+        require(distinct, f'classes={self.classes}: expected distinct names')
         for name in self.evals:
             fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED
-            require(fits, f'evals: {name!r} is no name for an evaluation')
+            wanted = f'letters, digits, _ and -, but not {" or ".join(_RESERVED)}'
+            require(fits, f'evals: {name!r} is not a valid name; expected {wanted}')
         both = self.evals and self.eval_split != 'test'
-        require(not both, f'eval_split={self.eval_split!r}: evals name their own splits')
+        require(not both, f'eval_split={self.eval_split!r}: not used with evals; set evals.*.split')
         if self.objective is not None:
-            require(self.loss == LossConfig(), 'loss: the objective has its own; leave it out')
-            labelled = [name for name, one in self.evals.items() if one.labels is not None]
-            wrong = f'evals.{"".join(labelled[:1])}.labels: the objective has no use for labels'
-            require(not labelled, wrong)
+            require(self.loss == LossConfig(), 'loss: not used with objective; leave it out')
+            labeled = [name for name, one in self.evals.items() if one.labels is not None]
+            wrong = f'evals.{"".join(labeled[:1])}.labels: not used with objective; leave it out'
+            require(not labeled, wrong)
             has_head = self.head is not None or self.reuse_head
-            require(
-                not has_head, 'head, reuse_head: the objective has its own head; leave them out'
-            )
-        own = self.model is not None and self.model.head != 'linear'
-        require(not (own and self.head), 'head: model.head is set too; leave one out')
+            require(not has_head, 'head, reuse_head: not used with objective; leave them out')
+        has_model_head = self.model is not None and self.model.head != 'linear'
+        require(not (has_model_head and self.head), 'head: model.head is also set; leave one out')
 
     @property
     def evaluations(self) -> dict[str, EvalConfig]:
-        """The evaluations while training, by name."""
+        """Evaluations by name: `evals`, or `test` on `eval_split`."""
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
 
-# What a run may go on with other values of: it changes speed, memory, rounding, or what is
-# observed, and not what is learned.
+# Fields that may change when a run resumes: they affect speed, memory, rounding and what is
+# measured and written, but not what is learned.
 _COMPUTE = 'remat', 'unroll', 'attention', 'layout', 'last_block'
 _SPEED = 'mesh', *(f'compute.{name}' for name in _COMPUTE)
 _LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads'
@@ -142,28 +143,28 @@ FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN
 
 
 def differing(old: dict[str, Any], new: dict[str, Any], *, free: Sequence[str] = FREE) -> list[str]:
-    """One line for each value in which two configurations, as JSON, differ, but for `free` ones."""
-    within = tuple(f'{name}.' for name in free)  # and all fields within
+    """Returns a line for each field, except `free` ones, that differs between two JSON configs."""
+    prefixes = tuple(f'{name}.' for name in free)
     lines = records.differences(old, new)
-    return [line for line in lines if not f'{line.partition(":")[0]}.'.startswith(within)]
+    return [line for line in lines if not f'{line.partition(":")[0]}.'.startswith(prefixes)]
 
 
 def write_config(path: Path, values: dict[str, Any]) -> None:
-    """Writes the JSON values of a configuration, and the format number of work directories."""
+    """Writes the JSON values of a configuration with the format number of work directories."""
     write_json(path, {'format': FORMAT} | values)
 
 
 def read_config(path: Path, **options: Any) -> dict[str, Any]:
-    """Reads what `write_config` wrote; the options are those of `json.loads`.
+    """Reads a file of `write_config`; `options` are passed to `json.loads`.
 
     Raises:
-      UserError: If another version of vit_jax wrote it.
-      OSError, ValueError, RecursionError: If it cannot be read.
+      UserError: If the file has another format number.
+      OSError, ValueError, RecursionError: If the file cannot be read.
     """
     values = json.loads(path.read_bytes(), **options)
     if not isinstance(values, dict):
-        raise ValueError(f'{path}: no JSON object')
+        raise ValueError(f'{path}: not a JSON object')
     number = values.pop('format', None)
-    advice = 'continue with the version of vit_jax that wrote it, or choose another --workdir'
-    require(number == FORMAT, f'{path}: format is {number}, expected {FORMAT}: {advice}')
+    fix = 'use the version of vit_jax that wrote it, or another --workdir'
+    require(number == FORMAT, f'{path}: format is {number}; expected {FORMAT}; {fix}')
     return values

@@ -171,6 +171,6 @@ def test_the_head_of_patches_is_a_head_and_the_mask_token_an_input():
     slower = make_rules(OptimizerConfig(layer_decay=0.5), shapes).lr_multipliers
     assert slower['masked']['head']['kernel'] == 1 and slower['masked']['token'] == 0.5**4
     alone = make_rules(OptimizerConfig(trained_blocks=0), shapes)
-    assert '119 numbers' in alone.report[0]
+    assert '119 parameters' in alone.report[0]
     decayed = make_rules(OptimizerConfig(head_weight_decay=3.0), shapes)
     assert 'masked/head/kernel' in decayed.report[0]

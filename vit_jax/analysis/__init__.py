@@ -1,1 +1,1 @@
-"""What a model has learned, in numbers: the analyses of the ViT paper and of Raghu et al."""
+"""Analyses of trained models, as in the ViT paper and in Raghu et al. 2021."""

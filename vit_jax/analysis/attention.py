@@ -1,4 +1,4 @@
-"""Attention weights of all layers: rollout, and the mean attention distance of each head."""
+"""Attention rollout and mean attention distance, from attention weights."""
 
 import functools
 from collections.abc import Sequence
@@ -12,12 +12,17 @@ from vit_jax.base import Array, Float, require
 def rollout(
     weights: Float[Array | np.ndarray, 'l b h n n'], *, skips: Sequence[bool] | None = None
 ) -> Float[Array, 'b n n']:
-    """Computes how much of each input token (last axis) is in each token after the last layer.
+    """Computes attention rollout (Abnar and Zuidema 2020; ViT paper, figure 6, appendix D.8).
 
-    Attention rollout (Abnar and Zuidema 2020; ViT paper, figure 6 and appendix D.8): the weights
-    of queries (fourth axis) and keys are averaged over heads, the identity is added for the skip
-    connection, rows are normalized to sum to one, and the matrices of the layers are multiplied,
-    the first layer applied first. `skips` marks the layers that have a skip connection (all).
+    Attention weights are averaged over heads, the identity is added for the skip connection, and
+    rows are normalized to sum to one. The matrices of all layers are then multiplied.
+
+    Args:
+      weights: Attention weights: layers, images, heads, queries, keys.
+      skips: Whether each layer has a skip connection; None: all have one.
+
+    Returns:
+      Contribution of each input token (last axis) to each token after the last layer.
     """
     heads = jnp.asarray(weights, jnp.float32).mean(axis=2)
     skip = jnp.ones(len(heads)) if skips is None else jnp.asarray(skips, jnp.float32)
@@ -33,17 +38,20 @@ def mean_distance(
     *,
     prefix: int,
 ) -> Float[Array, 'l h']:
-    """Computes the mean attention distance of each head, in pixels (ViT paper, appendix D.7).
+    """Computes the mean attention distance of each head (ViT paper, appendix D.7).
 
-    The distances between the centers of patches are weighted by the attention of a query patch
-    and averaged over queries and images. Tokens before the patches are left out, and the rest of a
-    row is not normalized again: attention to the class token counts as distance zero.
+    Distances between patch centers are weighted by attention, and averaged over query patches and
+    images. Tokens before the patches are left out without normalizing the remaining weights, so
+    attention to the class token counts as distance zero.
 
     Args:
       weights: Attention weights: layers, images, heads, queries, keys.
       grid: Rows and columns of patches.
-      patch_size: Height and width in pixels from one patch to the next.
+      patch_size: Height and width from one patch to the next, in pixels.
       prefix: Number of tokens before the patches, such as the class token.
+
+    Returns:
+      Distances in pixels.
 
     Raises:
       UserError: If the number of tokens is not prefix + rows * columns.
@@ -57,9 +65,9 @@ def mean_distance(
 
 
 def uniform_distance(grid: tuple[int, int], patch_size: tuple[int | float, int | float]) -> float:
-    """Returns the mean distance of a head that attends equally to all patches, in pixels.
+    """Computes the mean distance of a head that attends equally to all patches, in pixels.
 
-    Along a side of s patches, s - |d| pairs of patches are d apart.
+    Along a side of s patches, s - |d| pairs of patches have distance d.
     """
     apart = [np.arange(1 - side, side) for side in grid]
     rows, columns = (side - np.abs(d) for side, d in zip(grid, apart, strict=True))
@@ -68,7 +76,7 @@ def uniform_distance(grid: tuple[int, int], patch_size: tuple[int | float, int |
 
 
 def require_tokens(n: int, grid: tuple[int, int], *, prefix: int) -> None:
-    """Raises UserError if n tokens are not `prefix` tokens and a grid of patches."""
+    """Raises UserError unless n is `prefix` plus the number of patches in the grid."""
     rows, columns = grid
     fits = prefix >= 0 and n == prefix + rows * columns
-    require(fits, f'{n} tokens: expected prefix={prefix} and {rows}x{columns} patches')
+    require(fits, f'got {n} tokens; expected prefix={prefix} plus {rows}x{columns} patches')

@@ -1,10 +1,10 @@
-"""Centered kernel alignment (CKA): how similar the representations of two layers are.
+"""Centered kernel alignment (CKA), a similarity of the representations of two layers.
 
-Minibatch CKA with the unbiased estimator of HSIC (Nguyen et al. 2021, equations 3 to 5; Raghu et
-al. 2021, section 3). Its terms are summed over minibatches, and the ratio is taken once:
+This is minibatch CKA with the unbiased estimator of HSIC (Nguyen et al. 2021, equations 3 to 5;
+Raghu et al. 2021, section 3). Its terms are summed over minibatches, and the ratio is taken once:
 
-    for ours, theirs in minibatches:  # lists of layers, each (images, features...)
-        grams = [jnp.stack([centered_gram(x) for x in layers]) for layers in (ours, theirs)]
+    for layers_x, layers_y in minibatches:  # lists of arrays (images, features...)
+        grams = [jnp.stack([centered_gram(z) for z in zs]) for zs in (layers_x, layers_y)]
         total = jax.tree.map(operator.add, total, terms(*grams))
     similarity = ratio(*total)
 """
@@ -19,31 +19,35 @@ from vit_jax.base import Array, Float, require
 
 
 class Terms(NamedTuple):
-    """HSIC of t representations with s others, and of each with itself: CKA is their ratio.
+    """HSIC terms of t representations x and s representations y, whose ratio is CKA.
 
-    A pytree of sums over minibatches: add the terms of two minibatches with
-    `jax.tree.map(operator.add, a, b)`, and over devices with `jax.lax.psum`.
+    Terms of two minibatches are added with `jax.tree.map(operator.add, a, b)`, and over devices
+    with `jax.lax.psum`.
     """
 
-    cross: Float[Array, 't s']
-    own_x: Float[Array, 't']
-    own_y: Float[Array, 's']
+    cross: Float[Array, 't s']  # HSIC(x, y)
+    own_x: Float[Array, 't']  # HSIC(x, x)
+    own_y: Float[Array, 's']  # HSIC(y, y)
 
 
-# U-centering takes a_i + a_j off the entries i != j of a symmetric G, with the one vector a for
-# which every row sums to zero. Features centered by any c have the entries
+# U-centering subtracts a_i + a_j from the entries i != j of a symmetric G, with the only vector a
+# for which every row sums to zero. Centering the features by any c gives entries
 #     (x_i - c)(x_j - c) = x_i x_j + b_i + b_j   where   b_i = c c / 2 - x_i c,
-# so c only moves a by b, and the result is the same. In float32 it is not: products of features
-# far from zero are large, and their differences are lost. The mean keeps them small. The first
-# image is taken off before it: features that are the same for all images are zero to the bit then.
+# which changes a by b, and not the result. But in float32, products of features far from zero are
+# large, and their differences lose precision. Subtracting the mean keeps them small. The first
+# image is subtracted before the mean, so that features that are equal for all images become exactly
+# zero.
 def centered_gram(x: Float[Array | np.ndarray, 'n ...']) -> Float[Array, 'n n']:
     """Computes the U-centered Gram matrix of the features of n images, in float32.
 
     Its diagonal is zero, and its rows sum to zero. The unbiased estimator HSIC_1 is an inner
-    product of two such matrices (Szekely and Rizzo 2014). Raises UserError for fewer than 4 images.
+    product of two such matrices (Szekely and Rizzo 2014).
+
+    Raises:
+      UserError: If there are fewer than 4 images.
     """
     n = x.shape[0]
-    require(n >= 4, f'CKA of {n} images in a minibatch: the unbiased estimator needs 4 or more')
+    require(n >= 4, f'CKA: got a minibatch of {n} images; expected at least 4')
     features = jnp.asarray(x, jnp.float32).reshape(n, -1)
     features = features - features[:1]
     mean = jnp.matmul(jnp.full((1, n), 1 / n), features, precision='highest')  # fast on CPUs
@@ -64,7 +68,7 @@ def hsic(
 
 
 def terms(x: Float[Array | np.ndarray, 't n n'], y: Float[Array | np.ndarray, 's n n']) -> Terms:
-    """Returns what one minibatch adds to the CKA of t and s representations."""
+    """Computes the terms of one minibatch from centered Gram matrices."""
     own_x, own_y = (jax.vmap(hsic)(z[:, None], z[:, None]).reshape(-1) for z in (x, y))
     return Terms(hsic(x, y), own_x, own_y)
 
@@ -76,8 +80,8 @@ def ratio(
 ) -> Float[Array, 't s']:
     """Computes CKA from terms that are summed over all minibatches.
 
-    It is 1 for equal representations, and 0 up to noise of either sign for independent ones. It is
-    NaN if a representation's term with itself is not positive, such as for constant features.
+    CKA is 1 for equal representations. For independent ones it is 0 up to noise, which may be
+    negative. It is NaN if `own_x` or `own_y` is not positive, such as for constant features.
     """
     deviations = [jnp.sqrt(jnp.where(own > 0, own, jnp.nan)) for own in (own_x, own_y)]
     return jnp.asarray(cross) / jnp.multiply.outer(*deviations)
@@ -86,19 +90,24 @@ def ratio(
 def minibatch_cka(
     x: Float[Array | np.ndarray, '...'], y: Float[Array | np.ndarray, '...']
 ) -> float:
-    """Computes CKA of two representations of the same images, each (batches, images, features...).
+    """Computes CKA of two representations of the same images.
 
-    Raises UserError if x and y have different batches, or batches of fewer than 4 images.
+    Args:
+      x: Shape (batches, images, features...).
+      y: Shape (batches, images, features...).
+
+    Raises:
+      UserError: If x and y have different batches, or batches of fewer than 4 images.
     """
     for z in (x, y):
-        wrong = f'an array of the shape {z.shape}: expected (batches, images, features...)'
+        wrong = f'CKA: got an array of shape {z.shape}; expected (batches, images, features...)'
         require(z.ndim >= 3, wrong)
     require(
         x.shape[:2] == y.shape[:2] and len(x) > 0,
-        f'x has {x.shape[0]} minibatches of {x.shape[1]} images, y {y.shape[0]} of {y.shape[1]}: '
-        'expected one or more, the same in both',
+        f'CKA: x has {x.shape[0]} minibatches of {x.shape[1]} images, y {y.shape[0]} of '
+        f'{y.shape[1]}; expected equal numbers, at least one minibatch',
     )
-    # CKA does not depend on scale, float32 does: products of very large features are infinite.
+    # CKA does not depend on the scale, but float32 products of very large features are infinite.
     x, y = (z / (np.abs(z).max() or 1) for z in (np.asarray(x), np.asarray(y)))
     total = jax.tree.map(lambda *terms: sum(terms), *map(_pair, x, y))
     return float(ratio(*total)[0, 0])

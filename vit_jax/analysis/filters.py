@@ -1,4 +1,4 @@
-"""Principal components of the filters that embed patches (ViT paper, figure 7)."""
+"""Principal components of the patch embedding filters (ViT paper, figure 7)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +9,17 @@ from vit_jax.base import Array, Float
 def principal_components(
     kernel: Float[Array | np.ndarray, 'p q c width'], count: int = 28
 ) -> tuple[Float[Array, 'count p q c'], Float[Array, 'count']]:
-    """Computes the principal components of `width` filters, and the share of variance of each.
+    """Computes the principal components of `width` filters.
 
-    Components have unit length, their largest entry is positive, and the largest variance comes
-    first. The mean filter is subtracted, so there are at most min(width - 1, p q c) components.
-    The shares of all components sum to one; they are NaN if all filters are the same.
+    The mean filter is subtracted, so there are at most min(width - 1, p q c) components.
+
+    Args:
+      kernel: Patch embedding kernel: height, width, channels, filters.
+      count: Maximum number of components to return.
+
+    Returns:
+      Components of unit length in order of decreasing variance, with a positive largest entry, and
+      the fraction of the variance that each explains. Fractions are NaN if all filters are equal.
     """
     width = kernel.shape[-1]
     filters = jnp.asarray(kernel, jnp.float32).reshape(-1, width).T
@@ -27,7 +33,7 @@ def principal_components(
 
 
 def as_picture(components: Float[Array | np.ndarray, 'n p q c']) -> Float[Array, 'n p q c']:
-    """Scales each component to [0, 1]; a constant one is 0."""
+    """Scales each component to [0, 1]; constant components become 0."""
     components = jnp.asarray(components, jnp.float32)
     low, high = (f(axis=(1, 2, 3), keepdims=True) for f in (components.min, components.max))
     return (components - low) / jnp.where(high > low, high - low, 1)

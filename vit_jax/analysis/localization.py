@@ -1,4 +1,4 @@
-"""Localization: which patch of the image a token represents (Raghu et al. 2021, section 7)."""
+"""Localization: the similarity of tokens and image patches (Raghu et al. 2021, section 7)."""
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,18 @@ from vit_jax.base import Array, Float, require
 def patches(
     images: Float[Array | np.ndarray, 'b h w c'], grid: tuple[int, int]
 ) -> Float[Array, 'm b f']:
-    """Returns the pixels of each of rows x columns patches of all images, row after row.
+    """Splits images into a grid of patches, in row-major order.
 
-    Raises UserError if the image size is not a multiple of the grid.
+    Returns:
+      Pixels: patches, images, values.
+
+    Raises:
+      UserError: If the image size is not a multiple of the grid.
     """
     b, h, w, c = images.shape
     rows, columns = grid
     fits = h % rows == 0 and w % columns == 0
-    require(fits, f'images of {h}x{w} pixels: expected a multiple of {rows}x{columns} patches')
+    require(fits, f'images have {h}x{w} pixels; expected a multiple of the grid {rows}x{columns}')
     cut = jnp.asarray(images).reshape(b, rows, h // rows, columns, w // columns, c)
     return cut.transpose(1, 3, 0, 2, 4, 5).reshape(rows * columns, b, -1)
 
@@ -26,11 +30,17 @@ def patches(
 def localization(
     tokens: Float[Array | np.ndarray, 'b t d'], patches: Float[Array | np.ndarray, 'm b f']
 ) -> cka.Terms:
-    """Returns what one minibatch adds to the CKA of each of t tokens with each of m patches.
+    """Computes the CKA terms of each token with each patch, for one minibatch.
 
-    `cka.ratio` of the terms, summed over minibatches, is the CKA (t m). A token of a ResNet is one
-    location of its feature map. The row of a token that is the same for all images, such as the
-    class token before the first block, is NaN. Raises UserError for fewer than 4 images.
+    `cka.ratio` of the terms, summed over minibatches, is the CKA (t m). It is NaN for tokens that
+    are equal for all images, such as the class token before the first block.
+
+    Args:
+      tokens: Tokens, or the locations of a ResNet's feature map.
+      patches: Pixels of patches from `patches`.
+
+    Raises:
+      UserError: If there are fewer than 4 images.
     """
     grams = jax.vmap(cka.centered_gram)
     return cka.terms(grams(jnp.asarray(tokens).swapaxes(0, 1)), grams(jnp.asarray(patches)))

@@ -1,4 +1,4 @@
-"""What position embeddings say about the place of a patch (ViT paper, figures 7 and 10)."""
+"""Similarity of position embeddings (ViT paper, figures 7 and 10)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +13,15 @@ def similarity(
     *,
     prefix: int,
 ) -> Float[Array, 'rows columns rows columns']:
-    """Computes the cosine between the position embeddings of each pair of patches.
+    """Computes the cosine similarity of the position embeddings of each pair of patches.
 
     Args:
-      pos_embedding: Position embeddings; the first `prefix` rows (class token) are left out.
+      pos_embedding: Position embeddings of all tokens.
       grid: Rows and columns of patches.
-      prefix: Number of tokens before the patches.
+      prefix: Number of tokens before the patches, which are left out.
 
     Returns:
-      Cosines; NaN if an embedding is zero.
+      Cosine similarities; NaN if an embedding is zero.
 
     Raises:
       UserError: If the number of embeddings is not prefix + rows * columns.

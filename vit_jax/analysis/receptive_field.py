@@ -1,7 +1,4 @@
-"""Effective receptive fields: how much each pixel changes the center feature of a layer.
-
-Luo et al. 2016; Raghu et al. 2021, section 5 and appendix C.4.
-"""
+"""Effective receptive fields (Luo et al. 2016; Raghu et al. 2021, section 5, appendix C.4)."""
 
 from collections.abc import Callable
 
@@ -17,17 +14,18 @@ def receptive_fields(
     images: Float[Array | np.ndarray, 'b h w c'],
     channels: Int[Array | np.ndarray, 'b s'],
 ) -> Float[Array, 'l h w']:
-    """Computes the mean absolute derivative of the center feature of each layer by each pixel.
+    """Computes the mean absolute gradient of each layer's center feature with respect to pixels.
+
+    This takes one backward pass per layer and channel, one at a time.
 
     Args:
-      centers: Returns the d center features of l layers for each image; the features of an image
-        must not depend on other images.
-      images: The images.
-      channels: s channels of each image, from 0 to d - 1, that are differentiated.
+      centers: Maps images to the d features at the center of each of l layers. The features of an
+        image must not depend on other images.
+      images: Images.
+      channels: s feature channels per image, from 0 to d - 1, to differentiate.
 
     Returns:
-      The mean over images, these channels, and colors. There is one backward pass for each layer
-      and channel, one at a time.
+      Gradients, averaged over images, feature channels and colors.
     """
     features, pullback = jax.vjp(centers, jnp.asarray(images))
     each = jnp.arange(len(images))

@@ -1,7 +1,7 @@
-"""Skip connections: how much of a token goes past a block, and how much through it.
+"""Contributions of skip connections and residual branches: output = skip + branch.
 
-Arrays are tokens (images, tokens, channels) or feature maps (images, height, width, channels):
-norms and products are taken over the last axis. A skip connection is output = skip + branch(skip).
+Arrays are tokens (images, tokens, channels) or feature maps (images, height, width, channels).
+Norms and products are taken over the last axis.
 """
 
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ def norm_ratio(
 ) -> Float[Array, '*n']:
     """Computes |skip| / |branch| in float32 (Raghu et al. 2021, section 6 and figure 7).
 
-    It is large if a token is passed on unchanged; inf if the branch adds nothing, NaN if both are
-    zero.
+    The ratio is large if a token hardly changes, inf if the branch is zero, and NaN if both are.
     """
     return _norm(skip) / _norm(branch)
 
@@ -24,9 +23,9 @@ def norm_ratio(
 def cosine(
     branch: Float[Array | np.ndarray, '*n d'], output: Float[Array | np.ndarray, '*n d']
 ) -> Float[Array, '*n']:
-    """Computes the cosine of a branch and the sum in float32 (Raghu et al. 2021, appendix E.2).
+    """Computes the cosine of branch and output in float32 (Raghu et al. 2021, appendix E.2).
 
-    It is near 1 if the branch decides what the token becomes; NaN if either is zero.
+    The cosine is close to 1 if the branch dominates the output, and NaN if either is zero.
     """
     products = jnp.asarray(branch, jnp.float32) * jnp.asarray(output, jnp.float32)
     return products.sum(axis=-1) / (_norm(branch) * _norm(output))

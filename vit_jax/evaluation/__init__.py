@@ -1,1 +1,1 @@
-"""Accuracy, few-shot, nearest neighbours, logistic regression: functions of outputs and labels."""
+"""Accuracy of heads, few-shot linear probes, kNN, logistic regression, and episodes."""

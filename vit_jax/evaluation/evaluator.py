@@ -1,8 +1,8 @@
-"""The evaluator: means of the loss and metrics, and outputs of each image, over whole data sets.
+"""The evaluator, which computes means of metrics and outputs of each image over whole data sets.
 
-Training, `evaluate` and `fewshot` all measure with it. An evaluator applies a function of (params,
-batch), jitted for the mesh, to all images in order. Evaluations share a compiled program only if
-they have the same evaluator, and so the same function.
+Training, `evaluate` and `fewshot` use it. An evaluator applies a function of (params, batch),
+jitted for the mesh, to all images in order. Evaluations share a compiled program only if they use
+the same evaluator.
 """
 
 import collections
@@ -22,11 +22,11 @@ from vit_jax.distributed import meshes
 from vit_jax.training.losses import BatchSums
 
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
-_FEW = 32  # images: smaller batches would be one more compiled program for each number of images
+_FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
 
 
 class Batches(NamedTuple):
-    """How the images of a reader become batches on the devices of a mesh."""
+    """Makes batches on the devices of a mesh from the images of a reader."""
 
     mesh: Mesh
     loader_of: Callable[[ImageReader], Loader]
@@ -35,21 +35,27 @@ class Batches(NamedTuple):
     def read(
         self, reader: ImageReader, indices: Int[np.ndarray, 'n'] | None = None
     ) -> Iterator[Batch]:
-        """Yields these images, or all, in order; the last batch is filled up with padding."""
+        """Yields batches of images in order, all if `indices` is None; the last one is padded."""
         indices = np.arange(len(reader.source)) if indices is None else indices
         loader = self.loader_of(reader)
         return loading.sequential_batches(loader, indices, batch_size=self.batch_size)
 
     def abstract(self, reader: ImageReader) -> Batch:
-        """Returns shape, type and sharding of each array of a batch."""
+        """Returns shape, dtype and sharding of each array of a batch."""
         label_shape = reader.source.label_shape
         return loading.abstract_batch(self.mesh, self.batch_size, reader.size, label_shape)
 
 
 def batches_on_all_devices(reader: ImageReader, batch_size: int) -> Batches:
-    """Returns batches of `batch_size` images, or a few more, split over all devices.
+    """Makes batches that are sharded over all devices.
 
-    Batches are no larger than the data set needs. Raises UserError if they exceed the memory.
+    Args:
+      reader: Images.
+      batch_size: Images per batch. It is reduced for small data sets, and rounded up to a multiple
+        of the number of devices.
+
+    Raises:
+      UserError: If a batch exceeds the memory.
     """
     mesh = meshes.make_mesh(meshes.MeshConfig())
     batch_size = min(batch_size, max(_FEW, len(reader.source)))
@@ -61,21 +67,19 @@ def batches_on_all_devices(reader: ImageReader, batch_size: int) -> Batches:
 
 
 class Evaluation(NamedTuple):
-    """The results over the images that could be read.
+    """Results over the images that could be read.
 
-    `rows` are the outputs of each of these images, in order, by name. If they include `logits` and
-    `targets` (r k), then `average_precisions` has the average precision of each class, and `means`
-    has their mean, the `mean_average_precision`.
+    If `rows` include `logits` and `targets` (r k), `means` include the `mean_average_precision`.
     """
 
-    means: dict[str, float]
-    rows: dict[str, Num[np.ndarray, 'r ...']]
-    readable: Bool[np.ndarray, 'n']  # which of the images could be read
-    average_precisions: Float[np.ndarray, 'k'] | None = None
+    means: dict[str, float]  # means over images, by name
+    rows: dict[str, Num[np.ndarray, 'r ...']]  # outputs of each readable image in order, by name
+    readable: Bool[np.ndarray, 'n']  # whether each image could be read
+    average_precisions: Float[np.ndarray, 'k'] | None = None  # of each class
 
     @property
     def num_images(self) -> int:
-        """The number of images that could be read."""
+        """Number of images that could be read."""
         return int(self.readable.sum())
 
 
@@ -83,7 +87,7 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Applies a function of (params, batch) to whole data sets (see `make_evaluator`)."""
 
-    step: Any  # (params, batch) -> sums, mask, rows; jitted or compiled
+    step: Any  # (params, batch) -> (sums, mask, rows), jitted or compiled
     batches: Batches
 
     def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
@@ -99,12 +103,12 @@ class Evaluator:
         *,
         watch: Watch = iter,
     ) -> Evaluation:
-        """Evaluates these images, or all, counting each exactly once.
+        """Evaluates images, counting each exactly once.
 
         Args:
           params: Parameters on the devices of the mesh.
-          reader: The images. Those that it skips because they cannot be read are left out.
-          indices: Images by their index in the source; None: all.
+          reader: Images. Unreadable images that it skips are left out.
+          indices: Indices of images in the source; None: all.
           watch: Wraps the iterator of batches, for example to show progress.
 
         Raises:
@@ -117,7 +121,7 @@ class Evaluator:
         masks = []
         batches = watch(self.batches.read(reader, indices))
         computed = itertools.chain((self.step(params, batch) for batch in batches), [None])
-        for outputs, _ in itertools.pairwise(computed):  # read one batch late: devices run ahead
+        for outputs, _ in itertools.pairwise(computed):  # read one batch late; devices run ahead
             sums, mask, rows = jax.device_get(outputs)
             masks.append(mask)
             for name, value in sums.items():
@@ -129,7 +133,7 @@ class Evaluator:
         may_lack = reader.on_unreadable == 'skip'
         require(examples > 0 or not may_lack, f'none of {count:,} images can be read')
         if examples != readable.sum() or (examples < count and not may_lack):
-            raise AssertionError(f'evaluated {examples} examples of {count}')
+            raise AssertionError(f'evaluated {examples} of {count} images')
         means = {name: total / examples for name, total in totals.items()}
         rows = {name: np.concatenate(values) for name, values in parts.items()}
         precisions = None
@@ -140,9 +144,9 @@ class Evaluator:
 
 
 def make_evaluator(function: Callable[[Params, Batch], BatchSums], batches: Batches) -> Evaluator:
-    """Makes the evaluator of a function that sums over the examples of a batch.
+    """Makes an evaluator from a function that sums over the examples of a batch.
 
-    The results of each batch are replicated on all devices.
+    Results are replicated on all devices.
     """
 
     def step(params: Params, batch: Batch) -> tuple[dict[str, Array], Array, dict[str, Array]]:
@@ -156,9 +160,10 @@ def make_evaluator(function: Callable[[Params, Batch], BatchSums], batches: Batc
 def average_precisions(
     logits: Float[np.ndarray, 'n k'], targets: Num[np.ndarray, 'n k']
 ) -> Float[np.ndarray, 'k']:
-    """Returns the area under precision over recall of each class; NaN for one without images.
+    """Computes the average precision of each class; NaN for classes without images.
 
-    Raises UserError if no image has a class.
+    Raises:
+      UserError: If no image has a class.
     """
     from sklearn.metrics import average_precision_score
 

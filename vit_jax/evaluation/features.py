@@ -1,6 +1,7 @@
-"""Features of whole data sets, which may be cached on disk for later evaluations of the same model.
+"""Features of whole data sets, optionally cached on disk.
 
-A cached file is named by a digest of model, preprocessing, names, labels and bytes of all images.
+The name of a cache file is a digest of model, preprocessing, and the names, labels and bytes of all
+images.
 """
 
 import hashlib
@@ -31,19 +32,20 @@ from vit_jax.evaluation.evaluator import Batches, Evaluator, Watch, make_evaluat
 from vit_jax.models import Model, ModelConfig, ViTConfig, with_exact_products
 from vit_jax.training.losses import BatchSums
 
-# Features (n d) in host memory of these images of a reader; NaN for those that cannot be read.
+# Maps a reader and image indices to features (n d) in host memory; NaN for unreadable images.
 FeaturesOf = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]
 
 
 def make_feature_evaluator(
     model: Model, preprocessing: Preprocessing, batches: Batches, *, exact: bool = False
 ) -> Evaluator:
-    """Makes the evaluator whose rows are `features`, with `exact` in full float32 precision.
+    """Makes an evaluator whose rows are `features`; `exact` selects full float32 precision.
 
-    Raises UserError for a model that has no features of an image.
+    Raises:
+      UserError: If the model has no features of the whole image.
     """
     if isinstance(model.config, ViTConfig) and model.config.pool == 'none':
-        raise UserError('fewshot: pool=none gives features of every token, not of the image')
+        raise UserError('fewshot: pool=none has features per token; expected one vector per image')
     features = with_exact_products(model.features) if exact else model.features
 
     def rows(params: Params, batch: Batch) -> BatchSums:
@@ -54,9 +56,9 @@ def make_feature_evaluator(
 
 
 def features_by(evaluator: Evaluator, params: Params, watch: Watch = iter) -> FeaturesOf:
-    """Returns a function that computes features each time it is called.
+    """Returns a function that computes features on each call, without a cache.
 
-    It raises UserError, with the name of the image, for features that are not finite.
+    It raises UserError if the features of an image are not finite.
     """
 
     def compute(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
@@ -64,7 +66,7 @@ def features_by(evaluator: Evaluator, params: Params, watch: Watch = iter) -> Fe
         rows = evaluation.rows['features']
         if not (finite := np.isfinite(rows).all(axis=1)).all():
             name = reader.source.name_of(int(indices[evaluation.readable][finite.argmin()]))
-            raise UserError(f'{name}: its features are not finite')
+            raise UserError(f'{name}: the features of this image are not finite')
         features = np.full((len(indices), rows.shape[1]), np.nan, rows.dtype)
         features[evaluation.readable] = rows
         return features
@@ -73,7 +75,7 @@ def features_by(evaluator: Evaluator, params: Params, watch: Watch = iter) -> Fe
 
 
 def cached(features_of: FeaturesOf, folder: pathlib.Path, model_digest: str) -> FeaturesOf:
-    """Returns a function that reads features from files in `folder`, or writes them there."""
+    """Returns a function that caches the features of whole data sets in files in `folder`."""
     make_folder(folder)
 
     def read_or_compute(
@@ -83,7 +85,7 @@ def cached(features_of: FeaturesOf, folder: pathlib.Path, model_digest: str) -> 
         options_text = repr((*options, reader.on_unreadable, reader.max_pixels))
         path = folder / f'{_digest(model_digest, options_text, _digest_images(reader))}.npz'
         if path.exists():
-            expected = 'features that this program wrote; remove the file'
+            expected = 'features written by vit_jax; remove the file'
             with usable(path, expected), np.load(path, allow_pickle=False) as file:
                 return file['features'][indices]
         features = features_of(reader, np.arange(len(reader.source)))
@@ -96,7 +98,7 @@ def cached(features_of: FeaturesOf, folder: pathlib.Path, model_digest: str) -> 
 def digest_model(
     config: ModelConfig, params: Params, *, preprocessing: Preprocessing, dtype: str
 ) -> str:
-    """Returns a digest of architecture, parameters, pixel scaling and precision."""
+    """Returns a digest of architecture, parameters, pixel normalization and dtype."""
     scaling = preprocessing.mean, preprocessing.std, dtype
     leaves = itertools.chain(*tree_names.named_leaves(params).items())
     return _digest(json.dumps(records.to_dict(config)), repr(scaling), *leaves)
@@ -108,7 +110,7 @@ def _digest_images(reader: ImageReader) -> str:
     def of_image(index: int) -> str:
         try:
             return _digest(source.read(index)[0])
-        except (ValueError, OSError):  # computing features reports it
+        except (ValueError, OSError):  # reported when features are computed
             return 'unreadable'
 
     names = [source.name_of(i) for i in range(len(source))]

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint's own head on labelled images: over all of them, and class by class."""
+"""Evaluates a checkpoint with its own head on labeled images, overall and per class."""
 
 import functools
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ from vit_jax.training.update import make_loss_sums
 
 
 class HeadReport(NamedTuple):
-    """Metrics over the images that could be read, and of each class."""
+    """Metrics over the readable images, overall and per class."""
 
-    images: int
-    means: dict[str, float]  # of loss and metrics, by name
-    classes: list[dict[str, Any]]  # of each class that has images: `class`, `images`, metrics
-    names: list[str]  # of the classes that have images or were predicted
-    confusion: Int[np.ndarray, 'k k'] | None  # images by class and prediction; None: multi-label
+    images: int  # number of readable images
+    means: dict[str, float]  # mean loss and metrics, by name
+    classes: list[dict[str, Any]]  # `class`, `images` and metrics of each class with images
+    names: list[str]  # classes of the rows and columns of `confusion`
+    confusion: Int[np.ndarray, 'k k'] | None  # images by (class, prediction); None: multi-label
 
     def confusions(self) -> list[dict[str, Any]]:
-        """Lists the wrong predictions, most frequent first: `class`, `taken_for`, `images`."""
+        """Lists pairs of confused classes (`class`, `taken_for`, `images`), most frequent first."""
         if self.confusion is None:
             return []
         wrong = self.confusion * ~np.eye(len(self.names), dtype=bool)
@@ -48,24 +48,32 @@ class HeadReport(NamedTuple):
 
 
 def reader_for(loaded: Loaded, source: Source, **options: Any) -> ImageReader:
-    """Returns a reader that prepares images as the model expects, and skips unreadable ones.
+    """Makes a reader that preprocesses images for the model, and skips unreadable images.
 
-    `options` are further fields of `ImageReader`. Raises UserError if the model has no output for
-    an image.
+    Args:
+      loaded: Checkpoint.
+      source: Images.
+      options: Further fields of `ImageReader`.
+
+    Raises:
+      UserError: If the model has outputs per token (`pool=none`) instead of one per image.
     """
     if getattr(loaded.config, 'pool', None) == 'none':
         raise UserError(
-            'pool=none: the model has outputs for every token; expected one for the image'
+            'pool=none: the model has outputs per token; expected a model with outputs per image'
         )
     size, options = loaded.config.image_size, {'on_unreadable': 'skip'} | options
     return loading.reader_for(source, loaded.preprocessing, size, **options)
 
 
 def match_classes(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
-    """Returns the images with the classes of the model.
+    """Renumbers the classes of the images as in the model.
 
-    Classes are matched by name. They are matched by order on request, or if the checkpoint has no
-    names and the data have as many classes. Raises UserError if they cannot be matched.
+    Classes are matched by name. They are matched by order if `by_number` is True, or if the
+    checkpoint has no class names and the data set has as many classes as the model.
+
+    Raises:
+      UserError: If the classes cannot be matched.
     """
     names, count = loaded.class_names, loaded.config.num_classes
     if names and not by_number:
@@ -73,11 +81,11 @@ def match_classes(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
             return renumbered(source, names)
         except UserError as error:
             fits = len(source.class_names) == count
-            hint = '; --by_number takes them in their order' if fits else ''
+            hint = '; pass --by_number to match classes by order' if fits else ''
             raise UserError(f'{error}{hint}') from error
     classes = counted(len(source.class_names), 'class')
-    wrong = f'the checkpoint has {count:,} outputs, the data have {classes}'
-    require(len(source.class_names) == count, f'{wrong}; expected as many, to match by order')
+    wrong = f'the checkpoint has {count:,} outputs, the data set has {classes}'
+    require(len(source.class_names) == count, f'{wrong}; expected equal numbers to match by order')
     return source
 
 
@@ -89,21 +97,22 @@ def evaluate_head(
     relabelled: bool = False,
     watch: Watch = iter,
 ) -> HeadReport:
-    """Evaluates the predictions of images whose classes are those of the model.
+    """Evaluates the predictions of a checkpoint.
 
-    The loss is the one of the training, or softmax if that is unknown, without label smoothing.
+    The loss is the checkpoint's training loss without label smoothing, or softmax if unknown.
+
+    If images have several classes, average precision is measured. But predicting any of the classes
+    is correct if the labels are `relabelled`, or the model was trained for one class per image.
 
     Args:
-      loaded: The checkpoint.
+      loaded: Checkpoint.
       reader: Images with the classes of the model (see `match_classes`).
-      batch_size: Images in a batch.
-      relabelled: The labels replace others of one class per image, as those of ReaL do. If an
-        image then has several classes, any of them is right. This also holds for a model that was
-        trained for one class per image. Otherwise the average precision is measured.
+      batch_size: Images per batch.
+      relabelled: Whether the labels replace labels with one class per image, as ReaL does.
       watch: Wraps the iterator of batches, for example to show progress.
 
     Raises:
-      UserError: If no image can be read, or none has a class.
+      UserError: If no image can be read, or no image has a class.
     """
     loaded.require_head()
     source = reader.source
@@ -125,20 +134,20 @@ def evaluate_head(
 
 
 def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
-    """Adds the metrics of each class. Raises UserError if no image has a class."""
+    """Adds metrics per class to an evaluation. Raises UserError if no image has a class."""
     rows, means, names = evaluation.rows, evaluation.means, source.class_names
     of_class = functools.partial(class_means, num_classes=len(names))
     targets = rows['targets' if source.multi_label else 'label']
     metrics = {name: of_class(rows[name], targets) for name in means if name in rows}
-    seen, confusion = list[str](), None
+    confused, confusion = list[str](), None
     if evaluation.average_precisions is not None:
         metrics['average_precision'] = evaluation.average_precisions
     if not source.multi_label:
         metrics['precision'] = of_class(rows['accuracy'], rows['predicted'])
-        seen, confusion = _confusion(targets, rows['predicted'], names)
+        confused, confusion = _confusion(targets, rows['predicted'], names)
     classes = _list_classes(names, targets, metrics)
     require(bool(classes), f'none of {evaluation.num_images:,} images has a class')
-    return HeadReport(evaluation.num_images, means, classes, seen, confusion)
+    return HeadReport(evaluation.num_images, means, classes, confused, confusion)
 
 
 def _predictions_and_targets(
@@ -150,12 +159,12 @@ def _predictions_and_targets(
 def _list_classes(
     names: Sequence[str], targets: Num[np.ndarray, 'n ...'], metrics: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Lists the metrics of each class that has images, as JSON; None if one is not defined."""
+    """Lists the metrics of each class with images, as JSON; undefined metrics are None."""
     multi_label = targets.ndim == 2
     images = targets.sum(axis=0) if multi_label else np.bincount(targets, minlength=len(names))
     return [
         {'class': names[i], 'images': int(images[i])}
-        | {name: float(of[i]) if np.isfinite(of[i]) else None for name, of in metrics.items()}
+        | {name: float(x[i]) if np.isfinite(x[i]) else None for name, x in metrics.items()}
         for i in np.flatnonzero(images).tolist()
     ]
 
@@ -163,7 +172,7 @@ def _list_classes(
 def _confusion(
     labels: Int[np.ndarray, 'n'], predicted: Int[np.ndarray, 'n'], class_names: Sequence[str]
 ) -> tuple[list[str], Int[np.ndarray, 'k k']]:
-    """Returns the classes with images or predictions, and images by class (row) and prediction."""
+    """Returns classes with images or predictions, and their confusion matrix (rows: labels)."""
     from sklearn.metrics import confusion_matrix
 
     numbers = np.unique([labels, predicted])
@@ -174,9 +183,9 @@ def _confusion(
 def class_means(
     values: Num[np.ndarray, 'n'], targets: Num[np.ndarray, 'n ...'], *, num_classes: int
 ) -> Float[np.ndarray, 'k']:
-    """Returns the mean over the images of each class; NaN for a class without images.
+    """Computes the mean value over the images of each class; NaN for classes without images.
 
-    `targets` are class numbers (n) or rows (n k).
+    `targets` are class numbers (n) or multi-hot rows (n k).
     """
     images, labels = np.nonzero(targets) if targets.ndim == 2 else (np.arange(len(values)), targets)
     totals = np.bincount(labels, weights=values[images], minlength=num_classes)

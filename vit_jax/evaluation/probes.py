@@ -1,4 +1,4 @@
-"""k nearest neighbors and logistic regression on the devices, with the results of scikit-learn."""
+"""kNN and logistic regression on the devices, with the same results as scikit-learn."""
 
 import dataclasses
 import functools
@@ -9,26 +9,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base import Array, Float, Int, UserError, records
+from vit_jax.base import Array, Float, Int, records
 
-TEMPERATURE = 0.07  # of a neighbour's vote, as in DINO (Caron et al. 2021)
-EPSILON = 1e-5  # added to deviations of features
-_CHUNK = 1024  # test images that are predicted at once
+TEMPERATURE = 0.07  # of kNN votes, as in DINO (Caron et al. 2021)
+EPSILON = 1e-5  # added to standard deviations of features
+_CHUNK = 1024  # number of test images that are predicted at once
 
 
 @dataclasses.dataclass(kw_only=True)
 class LogisticConfig(records.Record):
-    """Softmax regression on standardized features, by L-BFGS to convergence.
+    """Linear probe: softmax regression on standardized features, fitted with L-BFGS.
 
-    `l2` multiplies half the squared weights, against the sum of losses: 1/C of scikit-learn and of
-    CLIP's probes. If there are several, the one that is best on a validation part of the training
-    images is chosen, and fitted again to all training images.
+    The objective is the sum of losses plus l2/2 times the squared weights; `l2` is 1/C in
+    scikit-learn and in CLIP's linear probes. Of several values, the one with the best accuracy on a
+    validation part of the training images is chosen, and fitted again to all training images.
     """
 
-    l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # of half the squared weights
-    validation_fraction: float = 0.1  # of the training images
-    max_iterations: int = 1000  # of L-BFGS
-    tolerance: float = 1e-4  # of the gradient of the mean loss, by its largest entry
+    l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # regularization; the best is used
+    validation_fraction: float = 0.1  # fraction of the training images that selects l2
+    max_iterations: int = 1000  # maximum number of L-BFGS iterations
+    tolerance: float = 1e-4  # largest gradient entry of the mean loss at convergence
 
     def check(self) -> None:
         records.require(bool(self.l2), 'l2=(): expected one or more numbers')
@@ -39,36 +39,36 @@ class LogisticConfig(records.Record):
 
 
 class Labelled(NamedTuple):
-    """Features of images and their classes."""
+    """Features and class numbers of images."""
 
     features: Float[np.ndarray, 'n d']
     labels: Int[np.ndarray, 'n']
 
     def subset(self, indices: np.ndarray) -> 'Labelled':
-        """Returns the images of these indices, or of this mask."""
+        """Selects images by indices or by a boolean mask."""
         return Labelled(self.features[indices], self.labels[indices])
 
 
 class Classifier(NamedTuple):
-    """A linear classifier; the score of each class is (features - mean) weights + bias."""
+    """A linear classifier with scores (features - mean) weights + bias."""
 
-    classes: Int[np.ndarray, 'k']
-    mean: Float[np.ndarray, 'd']  # of the training features
+    classes: Int[np.ndarray, 'k']  # class number of each score
+    mean: Float[np.ndarray, 'd']  # mean of the training features
     weights: Float[np.ndarray, 'd k']
     bias: Float[np.ndarray, 'k']
-    l2: float = 0.0
+    l2: float = 0.0  # selected regularization
 
     def accuracy(self, test: Labelled) -> float:
-        """Returns the share of these images that are classified correctly."""
+        """Computes the accuracy on test images."""
         parts = (slice(start, start + _CHUNK) for start in range(0, len(test.labels), _CHUNK))
         hits = (self.predict(test.features[part]) == test.labels[part] for part in parts)
         return sum(int(hit.sum()) for hit in hits) / len(test.labels)
 
     def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
-        """Returns the class of the largest score, in float32.
+        """Predicts the class with the largest score, in float32.
 
-        The mean is subtracted first: in the bias it would cost the digits of features that are far
-        from zero.
+        The mean is subtracted first. As a part of the bias, it would lose digits of features that
+        are far from zero.
         """
         mean, weights, bias = (part.astype(np.float32) for part in self[1:4])
         scores = (features.astype(np.float32, copy=False) - mean) @ weights
@@ -77,7 +77,7 @@ class Classifier(NamedTuple):
 
 
 class LogisticResult(NamedTuple):
-    """Test accuracy of the linear probe, with the l2 that was chosen and whether it converged."""
+    """Test accuracy of the linear probe, with the selected l2 and the convergence of its fit."""
 
     accuracy: float
     l2: float
@@ -86,21 +86,24 @@ class LogisticResult(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """An unfinished logistic regression: weights, the state of L-BFGS, and its progress."""
+    """State of a logistic regression during its fit."""
 
     weights: Float[Array, 'e k']
-    state: Any
+    state: Any  # state of L-BFGS
     iterations: Int[Array, '']
-    slope: Float[Array, '']  # the largest entry of the gradient of the mean loss
+    slope: Float[Array, '']  # largest absolute entry of the gradient of the mean loss
 
 
 def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> float:
-    """Returns the test accuracy of a vote of the nearest training images, by cosine similarity.
+    """Computes the test accuracy of kNN with cosine similarity.
 
-    Each votes with exp(similarity / TEMPERATURE). Raises UserError for fewer training images.
+    Neighbors vote with weight exp(similarity / TEMPERATURE).
+
+    Raises:
+      UserError: If there are fewer training images than `neighbours`.
     """
-    if not 1 <= neighbours <= len(train.labels):
-        raise UserError(f'neighbours={neighbours}: there are {len(train.labels)} training images')
+    wrong = f'neighbours={neighbours}: expected 1 to {len(train.labels)}, all training images'
+    records.require(1 <= neighbours <= len(train.labels), wrong)
     classes, labels = np.unique(train.labels, return_inverse=True)
     training = jnp.asarray(_unit(train.features))
 
@@ -116,7 +119,7 @@ def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> f
 
 
 def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> LogisticResult:
-    """Fits the linear probe, with the l2 that is best on a part of the training images."""
+    """Fits the linear probe with the best l2 (see `LogisticConfig`) and tests it."""
     mean, std = train.features.mean(axis=0), train.features.std(axis=0) + EPSILON
     inputs = np.pad((train.features - mean) / std, ((0, 0), (0, 1)), constant_values=1.0)
     classes, labels = np.unique(train.labels, return_inverse=True)
@@ -152,10 +155,18 @@ def fit_logistic(
     max_iterations: int,
     tolerance: float,
 ) -> Fit:
-    """Minimizes the mean softmax loss of XW plus l2/2 |W|^2 with L-BFGS; labels are 0, 1, ...
+    """Minimizes the mean softmax loss of XW plus l2/2 |W|^2 with L-BFGS.
 
-    X are the features. Their last column is constant, so that the last row of W is the bias, which
-    is not regularized. L-BFGS stops when no entry of the gradient is above the tolerance.
+    The last row of W is the bias, which is not regularized. L-BFGS stops when no entry of the
+    gradient is larger than the tolerance.
+
+    Args:
+      features: X; its last column is constant.
+      labels: Class numbers 0, 1, ...
+      l2: Regularization.
+      num_classes: Number of classes.
+      max_iterations: Maximum number of iterations.
+      tolerance: Largest entry of the gradient at convergence.
     """
 
     def loss(weights: Float[Array, 'e k']) -> Float[Array, '']:

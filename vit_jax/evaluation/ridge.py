@@ -1,8 +1,8 @@
-"""Few-shot linear evaluation in closed form, with the protocol of the paper (section 4.1).
+"""Few-shot linear probe in closed form (ViT paper, section 4.1).
 
-Ridge regression from the features of a frozen model to targets in {-1, 1}, for k labeled images of
-each class. The paper leaves standardization, bias, l2 and seeds open; here they equal those of
-big_vision's `fewshot_lsr`.
+It is ridge regression from frozen features to targets in {-1, 1}, with k labeled images per class.
+The paper does not specify standardization, bias, l2 and seeds; they are as in `fewshot_lsr` of
+big_vision.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +14,14 @@ import scipy.linalg
 from vit_jax.base import Float, Int, UserError
 from vit_jax.evaluation.probes import EPSILON, Classifier, Labelled
 
-BIAS = 100.0  # a constant feature this large is hardly regularised: lambda / 100^2
-L2 = 1024.0  # not divided by the number of images: strong where they are few
+BIAS = 100.0  # constant feature; its weight is hardly regularized (l2 / 100^2)
+L2 = 1024.0  # not divided by the number of images, so it is strong for few images
 Strengths = float | Sequence[float]  # an l2, or several to choose from
-Draws = dict[tuple[int, int], Int[np.ndarray, '_']]  # indices of images by seed and shots
+Draws = dict[tuple[int, int], Int[np.ndarray, '_']]  # image indices by (seed, shots)
 
 
 class ProbeResult(NamedTuple):
-    """By seed and shots: test accuracy, indices of the training images, and the best l2."""
+    """Test accuracy, indices of the training images, and selected l2, by (seed, shots)."""
 
     accuracies: dict[tuple[int, int], float]
     draws: Draws
@@ -29,10 +29,10 @@ class ProbeResult(NamedTuple):
 
 
 def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[int]) -> Draws:
-    """Draws the images of each (seed, shots), and returns their indices, class after class.
+    """Draws training images for each (seed, shots).
 
-    A seed permutes the images of each class once: its draws are nested in shots. A class with
-    fewer images than shots gives all that it has.
+    Indices are ordered by class. Draws of one seed are nested: the images of fewer shots are among
+    the images of more shots. If a class has fewer images than shots, all are drawn.
     """
     draws = {}
     for seed in seeds:
@@ -54,8 +54,17 @@ def probe(
 ) -> ProbeResult:
     """Draws training images, fits a classifier to each draw, and tests it.
 
-    `features_of(indices)` is called once, for all draws. Images whose features are NaN, because
-    they cannot be read, are left out. Raises UserError if none is left of a draw.
+    Args:
+      train_labels: Class number of each image to draw from.
+      test: Test images.
+      features_of: Maps indices to features; NaN for unreadable images, which are left out. It is
+        called once, with the indices of all draws.
+      shots: Numbers of images per class.
+      seeds: Seeds of the draws.
+      l2: Regularization, or several values to choose from.
+
+    Raises:
+      UserError: If no image of a draw can be read.
     """
     draws = draw(train_labels, shots=shots, seeds=seeds)
     used = np.unique(np.concatenate(list(draws.values())))
@@ -66,7 +75,7 @@ def probe(
         rows = np.searchsorted(used, images)
         rows = rows[readable[rows]]
         if not len(rows):
-            raise UserError(f'none of the {len(images):,} images that were drawn can be read')
+            raise UserError(f'none of the {len(images):,} drawn training images can be read')
         classifier = fit(train.subset(rows), l2=l2)
         draws[drawn] = used[rows]
         accuracies[drawn], chosen_l2[drawn] = classifier.accuracy(test), classifier.l2
@@ -74,33 +83,33 @@ def probe(
 
 
 def accuracy(train: Labelled, test: Labelled, *, l2: Strengths) -> float:
-    """Returns the test accuracy of the ridge classifier of the training images."""
+    """Computes the test accuracy of the ridge classifier."""
     return fit(train, l2=l2).accuracy(test)
 
 
-# The protocol is that of big_vision's evaluators/fewshot_lsr.py. With X (n d) the standardized
-# features and Y (n k) the targets, -1 or 1 for each class as in the paper, the gradient of
-# |XW - Y|^2 + l2 |W|^2 is zero where
+# The protocol follows evaluators/fewshot_lsr.py of big_vision. Let X (n d) be the standardized
+# features and Y (n k) the targets, -1 or 1 for each class as in the paper. The gradient of
+# |XW - Y|^2 + l2 |W|^2 is zero for
 #     (X'X + l2) W = X'Y.
-# That is a d x d system. With few images n < d, and a smaller one does: from
-#     (X'X + l2) X' = X' (XX' + l2)
-# follows W = X' (XX' + l2)^-1 Y, which is n x n. Both matrices are symmetric, and positive definite
-# for any l2 > 0, however few the images.
+# This is a d x d system. For n < d images, a smaller n x n system is enough: since
+#     (X'X + l2) X' = X' (XX' + l2),
+# W = X' (XX' + l2)^-1 Y. Both matrices are symmetric, and positive definite for any l2 > 0 and any
+# number of images.
 #
 # The bias is the weight of a constant feature of 100: a bias of b needs a weight of b / 100, whose
-# penalty is l2 b^2 / 10,000. So it is nearly free, as it should be, for the mean of the
-# targets is far from 0 where there are many classes. As the mean of each standardized
-# feature is zero, X'1 = 0: the bias is a system of its own, 100^2 sum(Y) / (100^2 n + l2), and X'Y
-# is twice the sum of the features of each class.
+# penalty is l2 b^2 / 10,000. It is nearly unregularized, because the mean of the targets is far
+# from 0 with many classes. The mean of each standardized feature is zero, so X'1 = 0. Therefore
+# the bias is independent of W, 100^2 sum(Y) / (100^2 n + l2), and X'Y is twice the sum of the
+# features of each class.
 #
-# Among several l2, the generalized cross-validation (Golub, Heath and Wahba 1979) decides. It is an
-# estimate of the squared error on other images, from the training images alone,
-#     |(I - H)Y|^2 / tr(I - H)^2,   H the matrix that makes predictions for these of their targets.
-# In the basis of eigenvectors of XX' and of 1, I - H is diagonal: l2 / (eigenvalue + l2), where the
-# eigenvalue of 1 is 100^2 n, and of what features do not span it is 0. So one eigendecomposition
-# serves all l2, and the test images are scored once.
+# Of several l2, the one with the least generalized cross-validation is chosen (Golub, Heath and
+# Wahba 1979). It estimates the squared error on other images from the training images,
+#     |(I - H)Y|^2 / tr(I - H)^2,   where H maps training targets to predictions.
+# In the basis of the eigenvectors of XX' and of 1, I - H is diagonal with entries
+# l2 / (eigenvalue + l2). The eigenvalue of 1 is 100^2 n, and directions that features do not span
+# have eigenvalue 0. So one eigendecomposition serves all l2, and test images are scored once.
 def fit(train: Labelled, *, l2: Strengths) -> Classifier:
-    """Fits the ridge classifier, in float64, with the best of several l2."""
+    """Fits the ridge classifier in float64; of several l2, the best is chosen."""
     classes, labels, sizes = np.unique(train.labels, return_inverse=True, return_counts=True)
     order, count = np.argsort(labels, kind='stable'), len(labels)
     mean = train.features.mean(axis=0, dtype=np.float64)
@@ -110,7 +119,7 @@ def fit(train: Labelled, *, l2: Strengths) -> Classifier:
     strengths = [float(each) for each in np.atleast_1d(l2)]
     if count < len(mean):
         targets = 2.0 * (labels[order][:, None] == range(len(classes)))
-        targets -= targets.mean(axis=0)  # as X'1 = 0, it would leave its rounding alone, over l2
+        targets -= targets.mean(axis=0)  # X'1 = 0 up to rounding, which 1 / l2 would amplify
         solved, chosen = _solve(x @ x.T, targets, strengths, sizes)
         weights = x.T @ solved
     else:
@@ -128,9 +137,9 @@ def _solve(
     *,
     of_features: bool = False,
 ) -> tuple[Float[np.ndarray, 'm k'], float]:
-    """Returns (gram + l2)^-1 right, and the best l2; gram is X'X if `of_features`, else XX'.
+    """Computes (gram + l2)^-1 right and the best l2; gram is X'X if `of_features`, else XX'.
 
-    An l2 below the rounding of gram is raised to it.
+    An l2 that is smaller than the rounding error of gram is replaced by it.
     """
     rounding = len(gram) * np.finfo(np.float64).eps * gram.diagonal().max()
     added = [max(l2, rounding) for l2 in strengths]
@@ -140,7 +149,7 @@ def _solve(
         return scipy.linalg.cho_solve(factor, right, overwrite_b=True), strengths[0]
     values, vectors = scipy.linalg.eigh(gram, overwrite_a=True)
     values, parts = values.clip(rounding), vectors.T @ right
-    squares = (parts**2).sum(axis=1) / (values if of_features else 1.0)  # of Y along eigenvectors
+    squares = (parts**2).sum(axis=1) / (values if of_features else 1.0)  # |Y|^2 per eigenvector
     best = int(np.argmin([_cross_validation(values, squares, sizes, l2) for l2 in added]))
     return vectors @ (parts / (values + added[best])[:, None]), strengths[best]
 
@@ -151,7 +160,7 @@ def _cross_validation(
     sizes: Int[np.ndarray, 'k'],
     l2: float,
 ) -> float:
-    """Returns the generalized cross-validation of an l2; `sizes` are the images of each class."""
+    """Computes the generalized cross-validation of an l2; `sizes` are image counts by class."""
     count, left, left_of_bias = sizes.sum(), l2 / (values + l2), l2 / (BIAS**2 * sizes.sum() + l2)
     total = 4 * (sizes * (1 - sizes / count)).sum()  # |Y|^2 without its mean
     along_one = ((2 * sizes - count) ** 2).sum() / count

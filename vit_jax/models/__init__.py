@@ -1,4 +1,4 @@
-"""What a model computes. The only folder that imports flax."""
+"""Model architectures. This is the only folder that imports flax."""
 
 from vit_jax.models.compute import Compute, Regularization, Remat, with_exact_products
 from vit_jax.models.config import Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
@@ -7,6 +7,6 @@ from vit_jax.models.model import Model, abstract_params, build, multiply_adds, p
 from vit_jax.models.variants import SIZES, variant
 
 __all__ = ['Corruption', 'Model', 'ModelConfig', 'SIZES', 'build', 'variant']
-__all__ += ['Backbone', 'Gelu', 'Pool', 'ResNetConfig', 'ViTConfig']  # which network it is
-__all__ += ['Compute', 'Regularization', 'Remat', 'with_exact_products']  # how it is computed
+__all__ += ['Backbone', 'Gelu', 'Pool', 'ResNetConfig', 'ViTConfig']  # architecture
+__all__ += ['Compute', 'Regularization', 'Remat', 'with_exact_products']  # computation
 __all__ += ['abstract_params', 'multiply_adds', 'parameter_count']

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: one function, four implementations."""
+"""Scaled dot-product attention with four implementations."""
 
 import functools
 import logging
@@ -15,14 +15,14 @@ from vit_jax.models import on_mesh
 Queries = Float[Array, 'b q h k']
 Keys = Float[Array, 'b n h k']
 Values = Float[Array, 'b n h k']
-Offsets = Float[Array, 'o h k']  # a vector for each offset between a query and a key
+Offsets = Float[Array, 'o h k']  # one vector per offset between query and key positions
 Logits = Float[Array, 'b h q n']
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
-LONG = 1024  # tokens; above it, the weights of all queries at once would fill the memory
-OUTPUT = 'attention'  # the name under which rematerialization may keep the result
-_QUERIES = 256  # at most, in one block of `blockwise`
-_LANES, _BLOCK = 128, 1024  # splash: width of a TPU's vector register; largest block
-_INTERPRET = False  # True runs the TPU kernel in an interpreter (tests on a CPU)
+LONG = 1024  # tokens; longer sequences avoid the array of all attention weights
+OUTPUT = 'attention'  # checkpoint_name of the output, for rematerialization policies
+_QUERIES = 256  # upper bound of queries per block of `blockwise`
+_LANES, _BLOCK = 128, 1024  # of splash: lanes of a TPU vector register, upper bound of block sizes
+_INTERPRET = False  # True runs the TPU kernel in an interpreter (tests on CPUs)
 
 
 def attend(
@@ -36,22 +36,25 @@ def attend(
     """Computes softmax(Q K^T / sqrt(k)) V for each head (appendix A, equations 6 and 7).
 
     Args:
-      query: Queries.
-      key: Keys.
-      value: Values.
-      relative: Vectors R of relative positions (appendix D.4), one for each of the q + n - 1
+      query: Shape (b q h k).
+      key: Shape (b n h k).
+      value: Shape (b n h k).
+      relative: Relative position embeddings R (appendix D.4), one for each of the q + n - 1
         offsets: the logit of query i and key j is (Q_i . K_j + Q_i . R[j - i + q - 1]) / sqrt(k).
         Only `xla` supports them.
-      implementation: `xla` runs on every device. `blockwise` runs it on blocks of queries, so that
-        no array of all queries by all keys exists. `cudnn` is the fused kernel for GPUs, `splash`
-        jax's fused kernel for TPUs. `splash` falls back to `blockwise` on several devices without a
-        mesh, and under another matmul precision than the default. Attention with fewer queries than
+      implementation: `xla` runs on all devices. `blockwise` is `xla` on one block of queries at a
+        time, without an array of all queries by all keys. `cudnn` is the fused kernel for GPUs,
+        `splash` is jax's fused kernel for TPUs. `splash` falls back to `blockwise` on several
+        devices without a mesh, and if a matmul precision is set. Attention with fewer queries than
         keys (class tokens) always uses `xla`.
+
+    Returns:
+      Array of shape (b q h k).
     """
     if query.shape[1] < key.shape[1]:
         implementation = 'xla'
     if implementation == 'splash':
-        # The kernel has no bfloat16 products of higher precision.
+        # The kernel does not support higher precision for its bfloat16 products.
         if not on_mesh.is_known() or jax.default_matmul_precision.value is not None:
             implementation = 'blockwise'
     assert relative is None or implementation == 'xla'
@@ -68,7 +71,7 @@ def attend(
 
 
 def attention_weights(query: Queries, key: Keys, relative: Offsets | None = None) -> Logits:
-    """Returns the weights of `attend` in float32: each row sums to one."""
+    """Computes the attention weights of `attend` in float32; each row sums to one."""
     logits = jnp.einsum('bqhk,bnhk->bhqn', query, key, preferred_element_type=jnp.float32)
     if relative is not None:
         logits += _relative_logits(query, relative)
@@ -85,11 +88,11 @@ def _xla(query: Queries, key: Keys, value: Values, relative: Offsets | None = No
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _mix(query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float) -> Queries:
-    """Computes softmax((Q K^T + bias) / scale) V; the scale is 1 for heads of 64.
+    """Computes softmax((Q K^T + bias) / scale) V; the scale is 1 for heads of size 64.
 
-    The derivative is written by hand, as fused kernels compute it: from the rounded weights, and
-    with one sum for each query in place of one for each query and key. On a v5e a step of B/16
-    takes 142 M estimated cycles, with `jax.nn.dot_product_attention` 153 M
+    The JVP is written by hand, as in fused kernels: it uses the rounded weights, and one sum per
+    query instead of one per query and key. On a v5e, a step of B/16 takes 142 M estimated cycles,
+    and 153 M with `jax.nn.dot_product_attention`
     (`python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64`).
     """
     return _mix_parts(query, key, value, bias, scale)[0]
@@ -98,7 +101,7 @@ def _mix(query: Queries, key: Keys, value: Values, bias: Logits | None, scale: f
 def _mix_parts(
     query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float
 ) -> tuple[Queries, Logits, Float[Array, 'b h q 1']]:
-    """Returns the mixed values, the exponentials of the logits, and their sums over the keys."""
+    """Computes the mixed values, exp(logits - max), and its sums over the keys."""
     f32 = jnp.float32
     logits = jnp.einsum('bqhk,bnhk->bhqn', query, key, preferred_element_type=f32)
     logits = (logits if bias is None else logits + bias) / scale
@@ -112,7 +115,10 @@ def _mix_parts(
 
 @_mix.defjvp
 def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """d(sum_j w_j v_j / s) = (sum_j w_j (v_j dl_j + dv_j) - m sum_j w_j dl_j) / s."""
+    """Computes the JVP of `_mix` from its output m, the exponentials w of the logits l, s = sum w.
+
+    dm = d(sum_j w_j v_j / s) = (sum_j w_j (v_j dl_j + dv_j) - m sum_j w_j dl_j) / s.
+    """
     (query, key, value, bias), (d_query, d_key, d_value, d_bias) = primals, tangents
     mixed, weights, total = _mix_parts(query, key, value, bias, scale)
     d_logits = jnp.einsum('bqhk,bnhk->bhqn', d_query, key)
@@ -127,29 +133,29 @@ def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
     return mixed, (d_mixed / total.transpose(0, 2, 1, 3)).astype(mixed.dtype)
 
 
-# The backward pass keeps the rounded weights only, not also in float32.
+# The checkpoint lets the backward pass keep the rounded weights only, without a float32 copy.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def _change_weights(
     weights: Logits, d_logits: Logits, scale: float
 ) -> tuple[Logits, Float[Array, 'b h q 1']]:
-    """Returns the derivatives of the exponentials and of their sums over the keys."""
+    """Computes the tangents of the unnormalized weights and of their sums over the keys."""
     change = weights.astype(jnp.float32) * (d_logits.astype(jnp.float32) / scale)
     return change.astype(weights.dtype), change.sum(-1, keepdims=True)
 
 
 def _relative_logits(query: Queries, relative: Offsets) -> Logits:
-    """Returns the logits (b h q n): at (i, j) that of query i with offset j - i + q - 1."""
+    """Computes the logits of relative positions: Q_i . R[j - i + q - 1] for query i and key j."""
     logits = jnp.einsum('bqhk,ohk->bhqo', query, relative, preferred_element_type=jnp.float32)
     *outer, queries, offsets = logits.shape
-    # One more column, and the first q - 1 numbers dropped: each row of the old length then starts
-    # one offset earlier than the row before.
+    # Flattened with one padded column and without the first q - 1 numbers, each row of `offsets`
+    # numbers starts one offset earlier than the previous row.
     rows = jnp.pad(logits, ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(*outer, -1)
     rows = rows[..., queries - 1 : queries - 1 + queries * offsets]
     return rows.reshape(*outer, queries, offsets)[..., : offsets - queries + 1]
 
 
 def _blockwise(query: Queries, key: Keys, value: Values) -> Queries:
-    """Attends with one block of queries after another; the backward pass recomputes each block."""
+    """Attends with one block of queries at a time; the backward pass recomputes each block."""
     batch, queries, *head = query.shape
     count = -(-queries // _QUERIES)
     size = -(-queries // count)
@@ -161,9 +167,9 @@ def _blockwise(query: Queries, key: Keys, value: Values) -> Queries:
 
 
 def _cudnn(query: Queries, key: Keys, value: Values) -> Queries:
-    """Attends over sequences padded to an even length: cuDNN does not train at odd lengths.
+    """Attends with cuDNN, which cannot train at odd lengths: these are padded to even ones.
 
-    Sequence lengths hide the padding. They cost less than a mask, which the kernel would read.
+    The padding is excluded by sequence lengths. A mask would cost more, as the kernel reads it.
     """
     attention = functools.partial(jax.nn.dot_product_attention, implementation='cudnn')
     batch, length = query.shape[:2]
@@ -177,10 +183,10 @@ def _cudnn(query: Queries, key: Keys, value: Values) -> Queries:
 
 @functools.cache
 def supports_cudnn(tokens: int, heads: int, head_size: int, dtype: str) -> bool:
-    """Whether a GPU trains with cuDNN's attention at these sizes; logs the reason if it does not.
+    """Returns whether a GPU can train with cuDNN's attention at these sizes.
 
-    All GPUs support bfloat16 heads up to 128 that are a multiple of 8. If this process has a GPU,
-    the kernel and its gradient are compiled.
+    The head size must be a multiple of 8, at most 128, in bfloat16. If this process has a GPU, the
+    kernel and its gradient are compiled as a test, and the reason for a failure is logged.
     """
     if dtype != 'bfloat16' or head_size % 8 or head_size > 128:
         return False
@@ -193,14 +199,14 @@ def supports_cudnn(tokens: int, heads: int, head_size: int, dtype: str) -> bool:
         jax.jit(gradient).lower(array, array, array).compile()
     except Exception as error:  # jax raises several types
         reason = str(error).strip().splitlines()[0]
-        logging.warning('cuDNN attention does not compile (%s tokens): %s', tokens, reason)
+        logging.warning('cuDNN attention does not compile for %s tokens: %s', tokens, reason)
         return False
     return True
 
 
 def _splash(query: Queries, key: Keys, value: Values) -> Queries:
-    """Attends by jax's TPU kernel, which creates no array of all queries by all keys."""
-    # Imported here because only TPUs need it. jax has no public path to its kernels.
+    """Attends with jax's TPU kernel, which creates no array of all queries by all keys."""
+    # Imported lazily because only TPUs need it. jax has no public path to its kernels.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -208,7 +214,7 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
     block, padded_length = _even_blocks(length)
     names = 'q', 'q_dkv', 'q_dq', 'kv', 'kv_compute', 'kv_dkv', 'kv_dkv_compute', 'kv_dq'
     blocks: dict[str, Any] = {f'block_{name}': block for name in names}
-    # With the 64 features of a head in the last axis, half of each register would be empty.
+    # A last axis of 64 head features would leave half of each register empty.
     layouts: dict[str, Any] = {f'{name}_layout': kernels.QKVLayout.SEQ_MINOR for name in 'qkv'}
     kernel = kernels.make_splash_mha(
         masks.MultiHeadMask([masks.FullMask((padded_length, padded_length))] * heads),
@@ -220,7 +226,7 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
     )
     segments = None
     padding = padded_length - length
-    if padding:  # queries do not attend to keys of another segment
+    if padding:  # queries attend only to keys of their own segment
         is_padding = (jnp.arange(padded_length) >= length).astype(jnp.int32)
         segments = kernels.SegmentIds(q=jnp.zeros_like(is_padding), kv=is_padding)
     padded = [
@@ -232,7 +238,7 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
 
 
 def _even_blocks(length: int) -> tuple[int, int]:
-    """Returns the size of the largest even blocks for a sequence, and their total length."""
+    """Returns the block size, the same for all blocks of a sequence, and the padded length."""
     count = -(-length // _BLOCK)
     size = -(-length // (count * _LANES)) * _LANES
     return size, count * size

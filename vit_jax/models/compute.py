@@ -1,4 +1,4 @@
-"""How a model is computed: precision, memory and kernels, and what `auto` selects."""
+"""Compute options of a model (precision, memory, kernels), and what `auto` selects."""
 
 import dataclasses
 from typing import Any, Literal, get_args
@@ -12,29 +12,28 @@ from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.positions import RELATIVE
 
 Remat = Literal['none', 'dots', 'block']
-POLICIES: tuple[Remat, ...] = get_args(Remat)  # from least to most recomputation
+POLICIES: tuple[Remat, ...] = get_args(Remat)  # ordered by recomputation, least first
 Layout = Literal['flat', 'batched']
 LastBlock = Literal['whole', 'class_tokens']
-# The share of the free memory that activations may take: memory is fragmented.
-_SHARE = 0.8
-_FUSED = {'cudnn': 'gpu', 'splash': 'tpu'}  # the platform of each fused kernel
-# After a loop, a separate last block takes a third longer to compile and saves less the more blocks
-# there are: 6 % of the estimated cycles of B/16 on a v5e; L/16 takes 3 % more.
+_SHARE = 0.8  # fraction of the free memory for activations, as memory fragments
+_FUSED = {'cudnn': 'gpu', 'splash': 'tpu'}  # platform of each fused kernel
+# A separate last block after a loop takes a third longer to compile, and saves less in deeper
+# models: B/16 takes 6 % fewer estimated cycles on a v5e, L/16 takes 3 % more.
 _FEW_BLOCKS = 16
 
 
 @dataclasses.dataclass(kw_only=True)
 class Regularization(Record):
-    """What training drops at random.
+    """Dropout and stochastic depth.
 
-    Dropout follows every dense layer except the query, key and value projections, and the addition
-    of positions before the blocks (appendix B.1). Stochastic depth drops a residual branch of an
-    example with a probability that grows linearly from 0 in the first block to the given one in
-    the last.
+    Dropout is applied after every dense layer except the query, key and value projections, and
+    after positions are added before the blocks (appendix B.1). Stochastic depth drops residual
+    branches per example. Its probability grows linearly from 0 in the first block to
+    `stochastic_depth` in the last.
     """
 
-    dropout: float = 0.0  # the probability
-    stochastic_depth: float = 0.0  # the probability in the last block
+    dropout: float = 0.0  # dropout probability
+    stochastic_depth: float = 0.0  # drop probability of residual branches in the last block
 
     def check(self) -> None:
         require_between(self, 'dropout', 'stochastic_depth', low=0, below=1)
@@ -42,24 +41,25 @@ class Regularization(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class Compute(Record):
-    """How the same function is computed: precision, memory, kernels.
+    """Precision, memory and kernels; the model's function stays the same up to rounding.
 
-    Parameters, statistics of the norms, softmax and logits are float32 whatever the dtype. With
-    `auto`, training computes in bfloat16 on TPUs and on NVIDIA GPUs of compute capability 8.0
-    (Ampere) or newer, and in float32 on other devices; `load`, `evaluate`, `predict` and `fewshot`
-    compute in float32. `remat` decides what the backward pass recomputes: nothing, all but the
-    large matrix products and convolutions (`dots`), or the whole block. Unrolled blocks run faster
-    on GPUs and take longer to compile. If the head reads class tokens only,
-    `last_block=class_tokens` computes the last block's queries, attention and MLP for these only;
-    its keys and values are those of all tokens.
+    `dtype=auto` trains in bfloat16 on TPUs and on NVIDIA GPUs of compute capability 8.0 (Ampere) or
+    newer, and in float32 on other devices. `load`, `evaluate`, `predict` and `fewshot` compute in
+    float32. Parameters, norm statistics, softmax and logits are always float32.
+
+    `remat` selects what the backward pass recomputes: nothing, everything except large matrix
+    products and convolutions (`dots`), or whole blocks. Unrolled blocks run faster on GPUs and take
+    longer to compile. If the head reads class tokens only, `last_block=class_tokens` computes keys
+    and values of the last block for all tokens, and its queries, attention and MLP for class tokens
+    only.
     """
 
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of activations and products
-    remat: Remat | Literal['auto'] = 'auto'  # dots: all but products are recomputed; block: all
-    unroll: int | Literal['auto'] = 'auto'  # blocks in one iteration of the loop
-    attention: Implementation | Literal['auto'] = 'auto'  # cudnn: GPUs; splash: TPUs
-    layout: Layout | Literal['auto'] = 'auto'  # flat: tokens are rows of one matrix
-    last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: only these are computed
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # dtype of activations and products
+    remat: Remat | Literal['auto'] = 'auto'  # dots: recompute all but products; block: all
+    unroll: int | Literal['auto'] = 'auto'  # blocks per iteration of the loop over blocks
+    attention: Implementation | Literal['auto'] = 'auto'  # cudnn: GPUs; splash: TPUs; others: all
+    layout: Layout | Literal['auto'] = 'auto'  # flat: all tokens of a batch as rows of one matrix
+    last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: outputs of class tokens only
 
     def check(self) -> None:
         require_between(self, 'unroll', low=1)
@@ -68,19 +68,19 @@ class Compute(Record):
         return ', '.join(f'{name}={value}' for name, value in vars(self).items())
 
 
-# Plain XLA, without device-specific choices.
+# Plain XLA, which runs on every device.
 PORTABLE = Compute(
     dtype='float32', remat='none', unroll=1, attention='xla', layout='batched', last_block='whole'
 )
-# Computes a function's matrix products in full float32 precision. By default GPUs use TF32, and
-# TPUs bfloat16.
+# Decorates a function so that its matrix products have full float32 precision. By default, GPUs use
+# TF32 for them and TPUs bfloat16.
 with_exact_products = jax.default_matmul_precision('highest')
 
 
 def has_fast_bfloat16(device: Any) -> bool:
-    """Returns whether the device multiplies bfloat16 faster than float32.
+    """Returns True for TPUs and for NVIDIA GPUs of compute capability 8.0 (Ampere) or newer.
 
-    TPUs do, and NVIDIA GPUs of compute capability 8.0 (Ampere) or newer. AMD GPUs were not tested.
+    They multiply bfloat16 faster than float32. AMD GPUs were not tested.
     """
     major = str(getattr(device, 'compute_capability', '')).partition('.')[0]
     return device.platform == 'tpu' or (major.isdecimal() and int(major) >= 8)
@@ -94,19 +94,19 @@ def resolve_compute(
     regularization: Regularization | None = None,
     memory: float | None = None,
 ) -> Compute:
-    """Replaces each `auto` by the fastest choice that fits into memory.
+    """Replaces each `auto` by the fastest option that fits into memory.
 
     Args:
-      compute: The options.
-      model: The architecture.
+      compute: Options, some of which may be `auto`.
+      model: Architecture.
       platform: Platform of the devices, such as `cpu`, `gpu`, `tpu`.
-      regularization: What training drops at random. If something is dropped, the last block is
-        `whole`: the same is then dropped on all devices.
-      memory: Bytes for one image's activations on a device. `math.inf`: unknown. None: the model is
-        not trained.
+      regularization: If it drops something, `last_block` becomes `whole`, so that random draws do
+        not depend on the device.
+      memory: Bytes per device for the activations of one image; `math.inf` if unknown, None if the
+        model is not trained.
 
     Returns:
-      The options without `auto`. The dtype is float32 unless it is given.
+      Options without `auto`. An `auto` dtype becomes float32.
 
     Raises:
       UserError: If the model or the platform does not support an option.
@@ -114,7 +114,7 @@ def resolve_compute(
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
     compute = _set_auto(compute, dtype='float32', layout='batched' if platform == 'tpu' else 'flat')
     if isinstance(model, ViTConfig):
-        # A GPU is fastest without the copies of a loop.
+        # A rolled loop copies activations, which costs time on GPUs.
         compute = _set_auto(compute, unroll=model.depth if platform == 'gpu' else 1)
         draws = regularization not in (None, Regularization())
         _check(compute, model, platform, draws=draws)
@@ -128,26 +128,26 @@ def resolve_compute(
 
 
 def _set_auto(compute: Compute, **choices: Any) -> Compute:
-    """Replaces `auto` in these fields."""
+    """Replaces `auto` in the fields of `choices`."""
     values = {name: v for name, v in choices.items() if getattr(compute, name) == 'auto'}
     return dataclasses.replace(compute, **values)
 
 
 def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) -> None:
     kernel, needed = compute.attention, _FUSED.get(compute.attention, platform)
-    wrong, instead = f'compute.attention={kernel}:', 'set attention to auto'
-    devices = f'needs a {needed.upper()}, got a {platform.upper()}'
+    wrong, instead = f'compute.attention={kernel}:', 'set compute.attention=auto'
+    devices = f'expected a {needed.upper()}, got a {platform.upper()}'
     require(platform == needed, f'{wrong} {devices}; {instead}')
     fits = kernel in ('auto', 'xla') or model.positions not in RELATIVE
-    require(fits, f'{wrong} does not support {model.positions} positions; {instead}')
+    require(fits, f'{wrong} not supported with positions={model.positions}; {instead}')
     fits = kernel != 'cudnn' or compute.dtype == 'bfloat16'
-    dtype = f'computes in bfloat16, got compute.dtype={compute.dtype}'
-    require(fits, f'{wrong} {dtype}; {instead}, or dtype to bfloat16')
+    dtype = f'expected compute.dtype=bfloat16, got {compute.dtype}'
+    require(fits, f'{wrong} {dtype}; set it, or {instead}')
     if compute.last_block == 'class_tokens':
-        wrong, instead = 'compute.last_block=class_tokens:', 'set last_block to auto'
-        heads = f'heads read patches too (pool={model.pool}, patch_outputs={model.patch_outputs})'
+        wrong, instead = 'compute.last_block=class_tokens:', 'set compute.last_block=auto'
+        heads = f'the head reads patches (pool={model.pool}, patch_outputs={model.patch_outputs})'
         require(model.num_tokens_read is not None, f'{wrong} {heads}; {instead}')
-        require(not draws, f'{wrong} dropout and stochastic depth need whole blocks; {instead}')
+        require(not draws, f'{wrong} not supported with dropout or stochastic depth; {instead}')
 
 
 def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implementation:
@@ -164,11 +164,11 @@ def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implement
 def _least_remat(
     model: ModelConfig, compute: Compute, platform: str, memory: float | None
 ) -> Remat:
-    """Returns the policy with the least recomputation that fits and is fast."""
+    """Returns the fastest policy that fits, or the one that needs least memory if none does."""
     if memory is None:
         return 'none'
-    # A CPU is fastest if little is kept in memory. So is a TPU with a loop: a step of B/16 on a v5e
-    # takes 207 M estimated cycles, with `dots` 142 M.
+    # `dots` is the fastest policy on CPUs, and on TPUs with a loop: a step of B/16 on a v5e takes
+    # 142 M estimated cycles with `dots`, 207 M with `none`.
     has_loop = isinstance(model, ViTConfig) and compute.unroll == 1
     fastest: Remat = 'dots' if platform == 'cpu' or (platform == 'tpu' and has_loop) else 'none'
     if isinstance(model, ResNetConfig):
@@ -179,12 +179,15 @@ def _least_remat(
 
 
 def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
-    """Estimates the bytes of one image's activations when the backward pass starts, by `remat`.
+    """Estimates activation memory per image at the start of the backward pass, in bytes.
 
-    Each block keeps vectors of the width of a token and of the MLP's hidden layer, and without a
-    fused kernel the weights of attention. With layout `batched`, norms and GELU also keep their
-    intermediates. One whole block is in memory under every policy: the backward pass starts with
-    it. The convolutions of a hybrid are not counted.
+    Each block stores activations of the token width and of the MLP width. Attention weights count
+    with `attention=xla`. Norms and GELU also store intermediates with layout `batched`. Every
+    policy includes one whole block, with which the backward pass starts. The convolutions of a
+    hybrid are not counted.
+
+    Returns:
+      Bytes for each `remat` policy.
     """
     size, tokens, width = jnp.dtype(compute.dtype).itemsize, model.num_tokens, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
@@ -202,14 +205,14 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
 def rematerialized(
     block: Any, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
 ) -> Any:
-    """Returns the block with the backward pass of `compute.remat`.
+    """Applies the policy `compute.remat` to a block.
 
     Args:
       block: A function, or a module if `by` is `nn.remat`.
-      compute: The options.
-      in_loop: Whether the block runs in a rolled loop. Elsewhere barriers keep XLA from merging
-        the recomputation with the original computation (common subexpressions).
-      by: The transformation.
+      compute: Options without `auto`.
+      in_loop: Whether the block runs in a rolled loop. Outside of one, barriers keep XLA's common
+        subexpression elimination from undoing the recomputation.
+      by: `jax.checkpoint` or `nn.remat`.
     """
     if compute.remat == 'none':
         return block
@@ -218,7 +221,7 @@ def rematerialized(
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:
-    """Keeps convolutions, products with parameters, and the output of attention.
+    """Remat policy `dots`: saves convolutions, products with parameters, and attention outputs.
 
     The products inside attention have batch dimensions and are recomputed.
     """

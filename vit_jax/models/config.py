@@ -1,4 +1,4 @@
-"""Architectures as typed values: the Vision Transformer, its hybrid, and the ResNet."""
+"""Configurations of the architectures: Vision Transformer, hybrid, and ResNet."""
 
 import dataclasses
 import math
@@ -8,24 +8,25 @@ from typing import Any, Literal
 from vit_jax.base import Record, require, require_between
 from vit_jax.models.positions import MULTIPLES, PositionKind
 
-GROUPS = 32  # of GroupNorm in the ResNet
-LARGEST = 1_000_000  # upper bound of every size: a larger one is a typing error
+GROUPS = 32  # groups of each GroupNorm in the ResNet
+LARGEST = 1_000_000  # upper bound of all sizes, which catches typos
 
 Gelu = Literal['tanh', 'exact', 'quick']
-# The name of a head in `make_head` (vit.py), or a function from the number of classes to an unnamed
+# The name of a head (`make_head` in vit.py), or a function f(num_classes) that returns an unnamed
 # Flax module from features to logits. All its parameters are below `head/`.
 Head = str | Callable[..., Any]
-# What the head is given: the class token, the mean of the patches, attention pooling, every token;
-# the class token beside the mean (DINOv2), or beside the distillation token (DeiT).
+# Input of the head: the class token (cls), the mean of the patch tokens (gap), attention pooling
+# (map), all tokens (none), the class token and the mean, concatenated (cls_gap, DINOv2), or the
+# class token and the distillation token (cls_dist, DeiT).
 Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
-_READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens
-# Where positions are added: once, before the blocks; or at the beginning of each block, with
-# parameters of its own or the same for all.
+_READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens that a pool reads
+# Where positions are added: once, before the blocks (stem), or at the start of each block, with a
+# table for each block (every_layer) or one table for all (every_layer_shared).
 PositionsAt = Literal['stem', 'every_layer', 'every_layer_shared']
-# How learned positions are resized to another grid. `bilinear` aligns corners, as the paper's code.
-# The others align the edges of images, each as a library does: `bicubic` as transformers,
-# `bicubic_offset` as DINO and DINOv2 of Meta, `bicubic_antialias` as timm, OpenCLIP, and DINOv2
-# with registers, `bilinear_edges` as timm's FlexiViT.
+# How learned positions are resized to another grid. `bilinear` aligns corners, as in the paper's
+# code. The others align image edges, and each matches a library: `bicubic` transformers,
+# `bicubic_offset` Meta's DINO and DINOv2, `bicubic_antialias` timm, OpenCLIP, and DINOv2 with
+# registers, `bilinear_edges` timm's FlexiViT.
 PositionResize = Literal[
     'bilinear', 'bicubic', 'bicubic_offset', 'bicubic_antialias', 'bilinear_edges'
 ]
@@ -33,14 +34,14 @@ PositionResize = Literal[
 
 @dataclasses.dataclass(kw_only=True)
 class Backbone(Record):
-    """The convolutions: a root that shrinks the image by 4, then stages of bottleneck units.
+    """The convolutions of a ResNet: a root that downsamples by 4, then stages of bottleneck units.
 
-    Each stage has twice the channels of the one before and, but for the first, half its height
-    and width. Its output has 4 times the channels of its 3x3 convolutions.
+    Each stage doubles the channels of the previous one. All stages except the first halve height
+    and width. The output of a stage has 4 times as many channels as its 3x3 convolutions.
     """
 
-    blocks: tuple[int, ...] = (3, 4, 6, 3)  # units of each stage; () is the root alone
-    width: int = 64  # channels of the root and of the first stage's 3x3 convolutions
+    blocks: tuple[int, ...] = (3, 4, 6, 3)  # number of units in each stage; (): the root only
+    width: int = 64  # channels of the root and of the 3x3 convolutions in the first stage
 
     def check(self) -> None:
         require_between(self, 'width', 'blocks', low=1, high=LARGEST)
@@ -49,37 +50,37 @@ class Backbone(Record):
 
     @property
     def stride(self) -> int:
-        """Pixels of the image, along a side, for one of the feature map."""
+        """Downsampling factor from the image to the feature map."""
         return 2 ** (2 + max(0, len(self.blocks) - 1))
 
     def map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
-        """(height, width) of the feature map: every halving rounds up, as SAME padding does."""
+        """Returns (height, width) of the feature map. Each halving rounds up (SAME padding)."""
         return -(-image_size[0] // self.stride), -(-image_size[1] // self.stride)
 
 
 @dataclasses.dataclass(kw_only=True)
 class ImagesAndHead(Record):
-    """The images and the head of an architecture. Lengths are (height, width)."""
+    """Fields of all architectures: input images and head. Sizes are (height, width)."""
 
-    image_size: tuple[int, int] = (224, 224)  # in pixels
-    channels: int = 3  # of an image
-    num_classes: int | None = None  # None: no head, the outputs are the features
-    head: Head = 'linear'  # or a function of your own, f(num_classes) -> flax module
-    head_bias: float = 0.0  # the linear head's bias at initialization
+    image_size: tuple[int, int] = (224, 224)  # image (height, width) in pixels
+    channels: int = 3  # number of image channels
+    num_classes: int | None = None  # number of classes; None: no head, the model returns features
+    head: Head = 'linear'  # linear, or your own function f(num_classes) -> flax module
+    head_bias: float = 0.0  # initial value of the linear head's bias
 
     def check(self) -> None:
         require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=LARGEST)
         wrong = f'head_bias={self.head_bias}'
         require(math.isfinite(self.head_bias), f'{wrong}: expected a finite number')
         has_bias = self.head == 'linear' or self.head_bias == 0
-        require(has_bias, f'{wrong}: only the linear head has one')
+        require(has_bias, f'{wrong}: expected 0, as only head=linear supports it')
 
 
 @dataclasses.dataclass(kw_only=True)
 class ResNetConfig(ImagesAndHead):
-    """A ResNet as a classifier: the architecture, and nothing else."""
+    """The architecture of a ResNet classifier."""
 
-    backbone: Backbone = dataclasses.field(default_factory=Backbone)  # all but the head
+    backbone: Backbone = dataclasses.field(default_factory=Backbone)  # all layers except the head
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -89,46 +90,47 @@ class ResNetConfig(ImagesAndHead):
 
 @dataclasses.dataclass(kw_only=True)
 class ViTConfig(ImagesAndHead):
-    """The architecture: all that decides which parameters there are and what they compute.
+    """The architecture of a Vision Transformer: what its parameters are and what they compute.
 
-    The defaults describe the paper's B/16. With a backbone it is the hybrid of section 3.1: patches
-    are cut from the feature map.
+    The defaults are B/16 of the ViT paper. With a backbone, the model is the hybrid of section 3.1,
+    which cuts patches from the feature map.
     """
 
-    patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or of the feature map
-    backbone: Backbone | None = None  # of a hybrid; None: patches are cut from the image
-    width: int = 768  # of a token
-    depth: int = 12  # blocks
-    mlp_dim: int = 3072  # width of a block's hidden layer
-    num_heads: int = 12  # of attention
-    patch_outputs: int | None = None  # of a head of each patch (masked_patches.py); None: no such
-    # Before the patches: the class token and, where there are 2, DeiT's distillation token.
-    class_tokens: int | None = None  # None: as many as the pool reads
-    registers: int = 0  # register tokens ("Vision Transformers Need Registers")
+    patch_size: tuple[int, int] = (16, 16)  # in pixels of the image, or a hybrid's feature map
+    backbone: Backbone | None = None  # convolutions of a hybrid; None: patches are cut from images
+    width: int = 768  # embedding dimension of the tokens
+    depth: int = 12  # number of blocks
+    mlp_dim: int = 3072  # hidden dimension of the MLPs
+    num_heads: int = 12  # number of attention heads
+    patch_outputs: int | None = None  # outputs per patch in masked patch prediction; None: no head
+    # The first is the class token, the second DeiT's distillation token.
+    class_tokens: int | None = None  # number of class tokens; None: as many as the pool reads
+    registers: int = 0  # number of register tokens ("Vision Transformers Need Registers")
     positions: PositionKind = (
-        'learned'  # one vector a place; learned2d: of row and of column; sincos2d: fixed ones;
-        # relative: of offsets, in attention; rope: queries and keys are turned; none
+        'learned'  # one vector per position; learned2d: one per row and one per column; sincos2d:
+        # fixed sines and cosines; relative: one vector per offset, in attention; rope: queries and
+        # keys are rotated; none: no positions
     )
-    positions_at: PositionsAt = 'stem'  # where they are added (appendix D.4)
-    position_resize: PositionResize = 'bilinear'  # of learned ones, for images of another size
-    pre_norm: bool = False  # a LayerNorm before the blocks; patches then have no bias (CLIP)
-    gelu: Gelu | None = 'tanh'  # None: SwiGLU in its place
-    layer_scale: float | None = None  # LayerScale's initial value (CaiT, equation 4); None: none
+    positions_at: PositionsAt = 'stem'  # where position embeddings are added (appendix D.4)
+    position_resize: PositionResize = 'bilinear'  # interpolation of learned positions
+    pre_norm: bool = False  # LayerNorm before the blocks, patch embedding without bias (CLIP)
+    gelu: Gelu | None = 'tanh'  # variant of the MLP's GELU; None: SwiGLU
+    layer_scale: float | None = None  # initial LayerScale (CaiT, equation 4); None: no LayerScale
     norm: Literal['layer', 'rms'] = 'layer'  # LayerNorm; rms: RMSNorm, not centered, no bias
-    layer_norm_epsilon: float = 1e-6  # added to the variance
-    qkv_bias: bool = True  # of queries, keys and values
-    qk_norm: bool = False  # norms of queries and keys of each head, in blocks (ViT-22B)
-    parallel: bool = False  # attention and MLP of the same tokens, side by side (ViT-22B)
+    layer_norm_epsilon: float = 1e-6  # epsilon of all norms, added to the variance
+    qkv_bias: bool = True  # whether query, key and value projections have a bias
+    qk_norm: bool = False  # whether blocks normalize the queries and keys of each head (ViT-22B)
+    parallel: bool = False  # whether attention and MLP of a block run in parallel (ViT-22B)
     pool: Pool = (
-        'cls'  # the class token; gap: the mean of patches; map: attention pooling; none: every
-        # token; cls_gap: class token and mean (DINOv2); cls_dist: and distillation token (DeiT)
+        'cls'  # class token; gap: mean of the patches; map: attention pooling; none: all tokens;
+        # cls_gap: class token and mean (DINOv2); cls_dist: class and distillation token (DeiT)
     )
-    final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'  # where the last norm is
-    representation_size: int | None = None  # width of the tanh layer before the head
-    blocks_without_skips: tuple[int, ...] = ()  # from 0 (Raghu et al., figure 8)
+    final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'  # place of the final norm
+    representation_size: int | None = None  # width of a tanh layer before the head; None: no layer
+    blocks_without_skips: tuple[int, ...] = ()  # indices from 0 (Raghu et al. 2021, figure 8)
 
     def check(self) -> None:
-        """Sizes alone; whether a patch fits into the image is for `build`, as images may change."""
+        """Does not check that a patch fits into the image: `image_size` may still change."""
         super().check()
         sizes = 'patch_size', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'patch_outputs', 'representation_size', low=1, high=LARGEST)
@@ -137,28 +139,31 @@ class ViTConfig(ImagesAndHead):
         require_between(self, 'layer_scale', low=-1, high=1)
         require_between(self, 'class_tokens', low=_READS.get(self.pool, 0), high=2)
         require_between(self, 'blocks_without_skips', low=0, below=self.depth)
-        wrong = 'pool=cls_dist: each of its two heads reads one token, without a tanh layer before'
+        wrong = 'representation_size: not supported with pool=cls_dist; leave it out'
         require(self.pool != 'cls_dist' or self.representation_size is None, wrong)
-        wrong = 'blocks_without_skips: in a parallel block attention and MLP have one connection'
+        wrong = 'blocks_without_skips: not supported with parallel=true; leave it out'
         require(not (self.parallel and self.blocks_without_skips), wrong)
-        wrong = f'width={self.width} is not a multiple of'
+        wrong = f'width={self.width}: expected a multiple of'
         require(self.width % self.num_heads == 0, f'{wrong} num_heads={self.num_heads}')
-        parts = (MULTIPLES | {'rope': 4 * self.num_heads}).get(self.positions, 1)
-        require(self.width % parts == 0, f'{wrong} {parts}, as positions={self.positions} needs')
+        factor = (MULTIPLES | {'rope': 4 * self.num_heads}).get(self.positions, 1)
+        require(self.width % factor == 0, f'{wrong} {factor} for positions={self.positions}')
         is_added = self.positions in MULTIPLES
-        wrong = f'positions_at={self.positions_at}: {self.positions} positions are not added'
+        wrong = f'positions_at={self.positions_at}: not supported with positions={self.positions}'
         require(is_added or self.positions_at == 'stem', f'{wrong}; leave positions_at out')
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches in (height, width): what fills no patch, below and at the right, is not read.
+        """Number of patches along (height, width).
 
-        Raises UserError where no patch fits into the image.
+        Pixels at the bottom and the right that do not fill a patch are ignored.
+
+        Raises:
+          UserError: If no patch fits into the image.
         """
         (height, width), (p, q) = self._map_size, self.patch_size
         what = 'feature map' if self.backbone is not None else 'image'
-        wrong = f'patch_size={self.patch_size}: larger than the {what}, {height}x{width} pixels'
-        require(height >= p and width >= q, wrong)
+        wrong = f'patch_size={self.patch_size}: expected at most {height}x{width}, the size of the'
+        require(height >= p and width >= q, f'{wrong} {what}')
         return height // p, width // q
 
     @property
@@ -168,37 +173,40 @@ class ViTConfig(ImagesAndHead):
 
     @property
     def unread(self) -> str:
-        """Describes the pixels that fill no patch; '' if the patches fill the image."""
+        """Message about pixels that fill no patch; empty if the patches cover the image."""
         sides = zip(self._map_size, self.patch_size, strict=True)
-        rows, columns = (side % size for side, size in sides)
-        edge = 'edge of the feature map' if self.backbone else 'edge'
-        return f'{rows}x{columns} pixels at the {edge} fill no patch' if rows + columns else ''
+        h, w = (side % size for side, size in sides)
+        what = 'feature map' if self.backbone else 'image'
+        return f'the last {h} rows and {w} columns of the {what} are ignored' if h + w else ''
 
     @property
     def positioned_prefix(self) -> int:
-        """Tokens before the patches that have positions: of the class, of the distillation."""
+        """Number of class tokens; DeiT's distillation token counts as one.
+
+        They precede the patches, and like the patches they have positions.
+        """
         return _READS.get(self.pool, 0) if self.class_tokens is None else self.class_tokens
 
     @property
     def prefix(self) -> int:
-        """All tokens before the patches: of the class, of the distillation, then registers."""
+        """Number of tokens before the patches: class tokens, then registers."""
         return self.positioned_prefix + self.registers
 
     @property
     def num_tokens_read(self) -> int | None:
-        """How many tokens, the first ones, heads read; None: they read patches too."""
+        """Number of leading tokens that the heads read; None: they also read patches."""
         if self.pool not in ('cls', 'cls_dist') or self.patch_outputs is not None:
             return None
         return _READS[self.pool]
 
     @property
     def num_tokens(self) -> int:
-        """Length of the sequence: the tokens before the patches, and the patches."""
+        """Sequence length: tokens before the patches, and patches."""
         return self.prefix + self.grid[0] * self.grid[1]
 
     @property
     def sequence(self) -> str:
-        """Its length in words, and what of the image is not in it."""
+        """Sequence length as text, with a note about pixels that fill no patch."""
         return f'{self.num_tokens} tokens' + (f' ({self.unread})' if self.unread else '')
 
 

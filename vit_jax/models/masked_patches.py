@@ -1,4 +1,4 @@
-"""Masked patch prediction: patches are corrupted, and the model predicts what each shows."""
+"""Mask token and head for masked patch prediction (appendix B.1.2)."""
 
 from typing import NamedTuple
 
@@ -9,18 +9,18 @@ from vit_jax.base import Array, Bool, Float, Int
 
 Tokens = Float[Array, 'b n d']
 PatchOutputs = Float[Array, 'b n k']
-MASKED = 'masked'  # the folder of the parameters that nothing else uses
+MASKED = 'masked'  # name of the parameters that only masked patch prediction uses
 
 
 class Corruption(NamedTuple):
-    """What replaces the embedding of each patch."""
+    """Replacements of patch embeddings."""
 
-    masked: Bool[Array, 'b n']  # where True, the mask token
-    source: Int[Array, 'b n']  # elsewhere the embedding of the patch with this number
+    masked: Bool[Array, 'b n']  # True: replaced by the mask token
+    source: Int[Array, 'b n']  # otherwise, index of the patch whose embedding is used
 
 
 class MaskedPatches(nn.Module):
-    """The mask token, and the linear head that all patches share (appendix B.1.2)."""
+    """The mask token, and a linear head that is applied to each patch."""
 
     outputs: int
     width: int
@@ -33,7 +33,7 @@ class MaskedPatches(nn.Module):
         return self.head(tokens.astype(jnp.float32))
 
     def corrupted(self, patches: Tokens, corruption: Corruption) -> Tokens:
-        """Returns the patches that the encoder sees."""
+        """Applies a corruption to patch embeddings."""
         source = jnp.take_along_axis(patches, corruption.source[..., None], axis=1)
         token = self.token.astype(patches.dtype)
         return jnp.where(corruption.masked[..., None], token, source)

@@ -1,4 +1,4 @@
-"""A network as pure functions of a plain dictionary of arrays, and what it costs."""
+"""Models as pure functions of parameters, with their parameter and operation counts."""
 
 import dataclasses
 import functools
@@ -24,19 +24,19 @@ Dropout = Key[Array, ''] | None
 
 
 class Model(NamedTuple):
-    """A network as pure functions of a plain dictionary of float32 arrays.
+    """A model as pure functions; `params` is a nested dictionary of float32 arrays.
 
     - init(key) -> params
-    - apply(params, images, key=None) -> logits, or features without a head; a key switches
-      dropout and stochastic depth on
-    - features(params, images) -> the input of the head
+    - apply(params, images, key=None) -> logits, or features without a head. A key enables dropout
+      and stochastic depth.
+    - features(params, images) -> input of the head
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
-      of the corrupted images; requires `patch_outputs`
-    - capture(params, images, names) -> the output of `apply`, and an array for each of these
-      taps, such as `attention/weights` (the page "Look inside" lists them); other taps are not
-      computed. If `names` maps names to functions, each tap is reduced by its function, one block
-      after the other. Raises UserError for an unknown name. Compiled in one program, the logits
-      may differ from those of `apply` in the last bits.
+      of the corrupted images. Requires `patch_outputs`.
+    - capture(params, images, names) -> (output of `apply`, intermediate arrays by name), for taps
+      such as `attention/weights`; the page "Look inside" lists them. Other taps are not computed.
+      If `names` maps names to functions, each tap is reduced by its function, block by block.
+      Raises UserError for an unknown name. If `capture` is jitted, its output may differ from
+      `apply` in the last bits.
     """
 
     config: ModelConfig
@@ -57,18 +57,18 @@ def build(
     """Builds the model of a configuration.
 
     Args:
-      config: The architecture.
-      regularization: What training drops at random; None: nothing.
-      compute: How it is computed; `auto` is resolved for the platform (models/compute.py).
-      platform: The platform of the devices; None: jax's default.
+      config: Architecture.
+      regularization: Dropout and stochastic depth; None: neither.
+      compute: Precision, memory and kernels; `auto` is resolved for the platform.
+      platform: Platform of the devices; None: jax's default.
 
     Returns:
       The model. Activation sharding follows the mesh in jax's context (models/on_mesh.py).
 
     Raises:
-      UserError: If the sizes do not fit together.
+      UserError: If the configuration is not consistent, or an option is not supported.
     """
-    config = records.checked(config, where='model')  # fields may have been assigned since
+    config = records.checked(config, where='model')  # fields may have been assigned
     compute = records.checked(compute or Compute(), where='compute')
     regularization = records.checked(regularization or Regularization(), where='regularization')
     platform = platform or jax.default_backend()
@@ -78,7 +78,7 @@ def build(
     training = make_module(config, regularization, compute)
 
     def apply(params: Params, images: Images, key: Dropout = None, **options: Any) -> Any:
-        wrong = f'images are {images.shape[1:]}, the model takes {shape}'
+        wrong = f'images: got (height, width, channels) {images.shape[1:]}; expected {shape}'
         records.require(images.shape[1:] == shape, wrong)
         if key is None:
             return module.apply({'params': params}, images, **options)
@@ -87,7 +87,7 @@ def build(
     def predict_patches(
         params: Params, images: Images, corruption: Corruption | None = None, key: Dropout = None
     ) -> PatchOutputs:
-        records.require(has_patch_outputs(config), 'predict_patches: expected patch_outputs')
+        records.require(has_patch_outputs(config), 'predict_patches: patch_outputs is not set')
         return apply(params, images, key, corruption=corruption, output='patches')
 
     def capture(
@@ -102,31 +102,35 @@ def build(
 
 
 def has_patch_outputs(config: ModelConfig) -> bool:
-    """Returns whether the model has a head that all patches share."""
+    """Returns whether the model has outputs per patch."""
     return isinstance(config, ViTConfig) and config.patch_outputs is not None
 
 
 def make_module(config: ModelConfig, regularization: Regularization, compute: Compute) -> Any:
-    """Makes the Flax module of a model. `compute` has no `auto`."""
+    """Makes the Flax module of a model; `compute` must not contain `auto`."""
     if isinstance(config, ViTConfig):
         return ViT(config, regularization, compute, make_head(config))
-    unknown = f'a ResNet has neither dropout nor stochastic depth: {regularization}'
-    records.require(regularization == Regularization(), unknown)
+    wrong = f'{regularization}: a ResNet supports neither dropout nor stochastic depth'
+    records.require(regularization == Regularization(), wrong)
     return ResNetClassifier(config, compute, make_head(config))
 
 
 def position_tables(config: ViTConfig) -> dict[str, tuple[bool, bool]]:
-    """Maps the name of each learned table to (depends on the row, depends on the column)."""
+    """Maps the name of each learned position table to (depends on row, depends on column)."""
     learned = positions.LEARNED.get(config.positions, {})
     place = 'encoder/block/' if config.positions_at == 'every_layer' else ''
     return {place + name: axes for name, axes in learned.items()}
 
 
 def position_array(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m d']:
-    """Returns what is added to class tokens and patches as an array, from parameters by name.
+    """Computes the position embeddings that are added to class tokens and patches.
+
+    Args:
+      config: Architecture.
+      params: Position parameters by name, as in `positions.LEARNED`.
 
     Raises:
-      UserError: If the positions act in attention.
+      UserError: If positions are not added to tokens, but used in attention.
     """
     kind, prefix, width = config.positions, config.positioned_prefix, config.width
     if kind == 'none':
@@ -134,18 +138,18 @@ def position_array(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m 
     table = positions.table(
         kind, config.grid, width, prefix=prefix, param=lambda name, *_: params[name]
     )
-    records.require(table is not None, f'positions={kind}: act in attention, they have no table')
+    records.require(table is not None, f'positions={kind}: this kind is not added to tokens')
     return np.asarray(table)
 
 
 def init_params(config: ModelConfig, key: Key[Array, '']) -> Params:
-    """Draws parameters. They do not depend on how the model is computed; PORTABLE compiles fast."""
+    """Initializes parameters. They do not depend on compute options; PORTABLE compiles fast."""
     images = jnp.zeros((1, *config.image_size, config.channels), jnp.float32)
     return make_module(config, Regularization(), PORTABLE).init(key, images)['params']
 
 
 def abstract_params(config: ModelConfig) -> Params:
-    """Returns the shape and type of each parameter."""
+    """Returns the shape and dtype of each parameter, without computing it."""
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
@@ -155,13 +159,13 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> int:
-    """Counts the multiply-adds of one image's forward pass, in products and convolutions only.
+    """Counts the multiply-adds of a forward pass of one image, in products and convolutions.
 
-    Table 6 is epochs * images * 3 * 2 times as many operations: the backward pass costs two forward
-    passes, and a multiply-add two operations. With `patch_outputs` it is the pass that predicts
-    these. The traced program is counted: a new layer needs no formula here.
+    The traced program is counted, so new layers need no formula. With `patch_outputs`, the forward
+    pass is `predict_patches`. The operations of a training (table 6) are 3 * 2 * epochs * images
+    times as many: a backward pass costs two forward passes, and a multiply-add is two operations.
     """
-    compute = dataclasses.replace(PORTABLE, last_block=last_block)  # a fused kernel hides its own
+    compute = dataclasses.replace(PORTABLE, last_block=last_block)  # fused kernels hide products
     model = build(config, compute=compute)
     forward = model.predict_patches if has_patch_outputs(config) else model.apply
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
@@ -185,9 +189,9 @@ def _count(jaxpr: Any) -> int:
 
 
 def _count_convolution(equation: Any) -> int:
-    """Counts multiply-adds, except those of padding, which are 3 % of a ResNet's.
+    """Counts multiply-adds, except with padding (3 % of a ResNet).
 
-    Axes are those of Flax: (batch, ..., inputs) and (..., inputs, outputs).
+    Axes are ordered as in Flax: (batch, ..., inputs) and (..., inputs, outputs).
     """
     image, kernel = (x.aval.shape for x in equation.invars)
     batch, *outputs, channels = equation.outvars[0].aval.shape

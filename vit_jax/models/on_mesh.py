@@ -1,7 +1,7 @@
-"""How activations lie on devices: by the mesh of the program that is being traced.
+"""Activation sharding, which follows the mesh in jax's context.
 
-It is that of jax's context, where `distributed.meshes.traced_on` or `jax.set_mesh` put it. Its axes
-data and fsdp split the batch, tensor the heads of attention. Without such a mesh nothing is said.
+`distributed.meshes.traced_on` or `jax.set_mesh` sets the mesh. Its axes `data` and `fsdp` shard the
+batch, `tensor` shards attention heads. Without a mesh with these axes, sharding is left to XLA.
 """
 
 import math
@@ -16,9 +16,9 @@ _BATCH, _HEADS = ('data', 'fsdp'), ('tensor',)
 
 
 def keep_split(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
-    """The same activations, with a hint for the compiler to keep examples split.
+    """Constrains the batch axis of activations to stay sharded.
 
-    Without it the compiler may gather the batch rather than the parameters, and run out of memory.
+    Otherwise XLA may gather the batch rather than the parameters, and run out of memory.
     """
     mesh = _mesh()
     if mesh is None or _split_over(mesh, _BATCH, x.shape[0]) is None:  # the one image of `init`
@@ -27,7 +27,7 @@ def keep_split(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
 
 
 def is_known() -> bool:
-    """Is it known which part of the activations each device has? A single device has them all."""
+    """Returns whether activation sharding is known: there is one device, or a mesh in context."""
     is_alone = jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
     return is_alone or _mesh() is not None
 
@@ -35,7 +35,7 @@ def is_known() -> bool:
 def on_each_device(
     function: Callable[..., Array], *arrays: Float[Array, '...']
 ) -> Float[Array, 'b q h k']:
-    """The function of these arrays (b n h k), called by each device for its examples and heads."""
+    """Applies a function to arrays (b n h k), on each device to its own examples and heads."""
     mesh = _mesh()
     if mesh is None:
         return function(*arrays)
@@ -47,12 +47,12 @@ def on_each_device(
 
 
 def _mesh() -> AbstractMesh | None:
-    """The mesh of the context, if it has these axes, all of the type Auto, which takes hints."""
+    """Returns the context's mesh if it has these axes, all of type Auto, which accepts hints."""
     mesh = jax.sharding.get_abstract_mesh()
     is_ours = {*_BATCH, *_HEADS} <= {*mesh.axis_names}
     return mesh if is_ours and {*mesh.axis_types} == {AxisType.Auto} else None
 
 
 def _split_over(mesh: AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
-    """These axes, if an array's axis of this size can be split over them."""
+    """Returns the axes if an array axis of this size can be split over them, otherwise None."""
     return None if size % math.prod(mesh.shape[axis] for axis in axes) else axes

@@ -1,8 +1,7 @@
-"""Position embeddings: tables that are added to tokens, and the rotation of queries and keys.
+"""Position embeddings: tables that are added to tokens, and rotary embeddings (RoPE).
 
-To add a table, add its name to `PositionKind` and `MULTIPLES`, and its values to `table`. A kind
-that acts in attention is computed in `Attention` (vit.py); `RELATIVE` lists those that need the
-logits.
+To add a table, extend `PositionKind`, `MULTIPLES` and `table`. Kinds that act in attention are
+computed in `Attention` (vit.py); `RELATIVE` lists those that change the attention logits.
 """
 
 import math
@@ -18,16 +17,16 @@ from vit_jax.base import Array, Float
 Tokens = Float[Array, 'b n d']
 Heads = Float[Array, 'b _ h k']
 Grid = tuple[int, int]  # patches in (height, width)
-Table = Float[Array | np.ndarray, '1 m d']  # of the tokens that have positions
-# `learned` is the paper's: a vector for each place in the sequence. `learned2d` has two of half the
-# width, of the column and of the row. `relative` has a vector for each offset between two places,
-# which adds a logit to that of query and key (appendix D.4).
+Table = Float[Array | np.ndarray, '1 m d']  # embeddings of class tokens and patches
+# `learned` is the paper's, with one vector per position in the sequence. `learned2d` concatenates
+# two vectors of half the width, one per column and one per row. `relative` has one vector per
+# offset between two positions, whose product with the query is added to the logit (appendix D.4).
 PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'none']
-# The width of an added table is a multiple of this number.
+# The kinds that are added to tokens; the width must be a multiple of the number.
 MULTIPLES: dict[PositionKind, int] = {'learned': 1, 'learned2d': 2, 'sincos2d': 4}
-RELATIVE: tuple[PositionKind, ...] = ('relative',)  # kinds that change the logits of attention
-OF_ONE_GRID: tuple[PositionKind, ...] = ('relative',)  # their parameters are for one grid size
-# The learned tables of each kind, as name: (depends on the row, depends on the column).
+RELATIVE: tuple[PositionKind, ...] = ('relative',)  # kinds that change the attention logits
+OF_ONE_GRID: tuple[PositionKind, ...] = ('relative',)  # kinds that cannot be resized
+# Learned tables of each kind, by parameter name: (depends on row, depends on column).
 LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
     'learned': {'pos_embedding': (True, True)},
     'learned2d': {'pos_embedding_x': (False, True), 'pos_embedding_y': (True, False)},
@@ -37,14 +36,17 @@ LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
 def table(
     kind: PositionKind, grid: Grid, width: int, *, prefix: int, param: Callable[..., Any]
 ) -> Table | None:
-    """Returns what is added to class tokens and patches; None: nothing.
+    """Makes the embeddings that are added to class tokens and patches.
 
     Args:
-      kind: The kind of positions.
-      grid: The patches.
-      width: The width of a token.
+      kind: Kind of positions.
+      grid: Number of patches along (height, width).
+      width: Embedding dimension.
       prefix: Number of class tokens before the patches.
-      param: Makes or finds a parameter by name, initializer and shape, as that of a Flax module.
+      param: Returns a parameter by name, initializer and shape, like `param` of a Flax module.
+
+    Returns:
+      The embeddings, or None for a kind that is not added to tokens.
     """
     normal, (rows, columns) = nn.initializers.normal(0.02), grid
     before = (0, 0), (prefix, 0), (0, 0)  # zeros for class tokens
@@ -62,9 +64,12 @@ def table(
 
 
 def add(tokens: Tokens, table: Table | None, *, before: int) -> Tokens:
-    """Adds positions to tokens (equation 1).
+    """Adds positions to tokens (equation 1), except to registers.
 
-    Registers, which follow the first `before` tokens, have no positions.
+    Args:
+      tokens: The first `before` tokens are class tokens, then registers, then patches.
+      table: Embeddings of class tokens and patches; None: nothing is added.
+      before: Number of class tokens.
     """
     if table is None:
         return tokens
@@ -75,10 +80,10 @@ def add(tokens: Tokens, table: Table | None, *, before: int) -> Tokens:
 
 
 def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
-    """Returns fixed sine and cosine positions, rows of the grid one after the other.
+    """Computes fixed sine and cosine embeddings of a grid, in row-major order.
 
-    Each quarter of the width holds one of sin x, cos x, sin y, cos y at width/4 frequencies from 1
-    down to 1/10,000 (MoCo v3; "Better plain ViT baselines for ImageNet-1k").
+    The quarters of the width are sin x, cos x, sin y, cos y, at width/4 frequencies from 1 down to
+    1/10,000 (MoCo v3; "Better plain ViT baselines for ImageNet-1k").
     """
     y, x = np.mgrid[: grid[0], : grid[1]]
     frequencies = 10_000.0 ** -np.linspace(0, 1, width // 4)
@@ -87,15 +92,15 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
 
 
 def rotate(heads: Sequence[Heads], grid: Grid, *, prefix: int) -> list[Heads]:
-    """Rotates queries and keys of patches by their position (rope; DINOv3, section 3.1).
+    """Rotates queries and keys of patches by their positions (RoPE; DINOv3, section 3.1).
 
-    Numbers i and i + k/2 of a head are rotated by the same angle: 2 pi y w for the first quarter of
-    them, 2 pi x w for the second. y and x are the middle of the patch, from -1 to 1 along the
-    image; the k/4 frequencies w fall from 1 to 1/100, exclusive.
+    Features i and i + k/2 of a head form a pair, which is rotated by one angle: 2 pi y w for the
+    first quarter of features, 2 pi x w for the second. (y, x) is the center of the patch, with the
+    image between -1 and 1. The k/4 frequencies w fall from 1 to 1/100, exclusive.
 
     Args:
-      heads: Queries, keys, or the first of them.
-      grid: The patches.
+      heads: Arrays of queries or keys, of all tokens or of the leading ones.
+      grid: Number of patches along (height, width).
       prefix: Number of tokens before the patches, which are not rotated.
     """
     size = heads[0].shape[-1]

@@ -1,8 +1,8 @@
-"""The ResNet of the paper: the backbone of a hybrid, and a classifier.
+"""The ResNet of the ViT paper, as backbone of a hybrid and as classifier.
 
-Bottleneck units with activation last and the stride on the 3x3 convolution, GroupNorm in place of
-BatchNorm, weight-standardised convolutions (section 4.1, "ResNet (BiT)"; the numerics are those of
-the paper's code). The pre-activation network of the BiT paper is not implemented.
+It has post-activation bottleneck units with the stride on the 3x3 convolution, GroupNorm instead of
+BatchNorm, and weight-standardized convolutions (section 4.1, "ResNet (BiT)"; numerics as in the
+paper's code). The pre-activation ResNet of the BiT paper is not implemented.
 """
 
 import functools
@@ -23,17 +23,16 @@ Kernel = Float[Array, 'p q c d']
 
 
 def standardised(kernel: Kernel | Float[np.ndarray, 'p q c d']) -> Kernel:
-    """The kernel with mean 0 and deviation 1 in each output channel, as convolutions use it."""
+    """Standardizes each output channel to mean 0 and standard deviation 1."""
     kernel = jnp.asarray(kernel)
     kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
     return kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
 
 
 class StandardConv(nn.Module):
-    """A convolution, SAME and without bias, whose kernel is standardised where it is used.
+    """SAME convolution without bias, whose kernel is standardized (weight standardization).
 
-    Each output channel has mean 0 and deviation 1; the epsilon is added to the deviation, not to
-    the variance. What is stored is the raw kernel.
+    The parameter is the raw kernel. Epsilon is added to the standard deviation, not the variance.
     """
 
     features: int
@@ -52,10 +51,10 @@ class StandardConv(nn.Module):
 def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -> Output:
     """Computes a SAME convolution without bias.
 
-    With layout `flat` a 1x1 convolution is a matrix product: 10 times as fast backwards on a CPU. A
-    strided one is a product on CPUs only, where a step of the CIFAR-10 hybrid takes 13 % less time.
-    The barrier keeps the slice out of the product: XLA for GPUs aborts the process if it fuses the
-    two (openxla/xla issue 47381, open with jax 0.12.0).
+    With layout `flat`, 1x1 convolutions are matrix products, whose backward pass is 10 times faster
+    on CPUs. Strided ones are products on CPUs only, where this saves 13 % of a step of the CIFAR-10
+    hybrid. The barrier keeps the slice out of the product: XLA aborts the process on GPUs if it
+    fuses the two (openxla/xla issue 47381, open with jax 0.12.0).
     """
 
     def product(x: FeatureMap, kernel: Kernel) -> Output:
@@ -75,11 +74,11 @@ def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -
 
 
 def max_pool(x: FeatureMap, compute: Compute) -> Output:
-    """Computes a SAME max-pooling of 3x3 windows with stride 2.
+    """Computes SAME max-pooling of 3x3 windows with stride 2.
 
-    With layout `flat` it is the maximum of nine shifted arrays, which divides the gradient among
-    equal maxima. XLA's own gradient is slow: a step of the CIFAR-10 hybrid takes 5 % less time on a
-    CPU. For the barrier see `_convolution`.
+    With layout `flat`, it is the maximum of nine shifted arrays, whose gradient is divided among
+    equal maxima. This saves 5 % of a step of the CIFAR-10 hybrid on a CPU, as the gradient of XLA's
+    pooling is slow. `_convolution` explains the barrier.
     """
     if compute.layout == 'batched':
         return nn.max_pool(x, (3, 3), (2, 2), 'SAME')
@@ -91,9 +90,9 @@ def max_pool(x: FeatureMap, compute: Compute) -> Output:
 
 
 class Unit(nn.Module):
-    """A bottleneck: 1x1, 3x3 and 1x1 convolutions beside a shortcut, activation last."""
+    """Bottleneck: 1x1, 3x3 and 1x1 convolutions plus a shortcut, then the activation."""
 
-    channels: int  # of the 3x3 convolution
+    channels: int  # output channels of the 3x3 convolution
     compute: Compute
     stride: int
 
@@ -111,7 +110,7 @@ class Unit(nn.Module):
         y = see('conv2', conv(width, 3, stride=self.stride, name='conv2')(y))
         y = see('norm2', nn.relu(norm(name='norm2')(y)))
         y = see('conv3', conv(outputs, 1, name='conv3')(y))
-        # Zero scale: at the beginning every unit is its shortcut.
+        # With zero scale, each unit equals its shortcut at initialization.
         y = see('norm3', norm(name='norm3', scale_init=nn.initializers.zeros)(y))
         tap(self, 'residual', lambda: (shortcut, y))
         return see('out', nn.relu(shortcut + y))
@@ -120,8 +119,8 @@ class Unit(nn.Module):
 class Stage(nn.Module):
     """Units at one resolution; the first unit may halve it.
 
-    They are not scanned: a rolled loop made the gradient 7 times slower on CPUs, and compiling it
-    took as long (R50x1 at 128 pixels, 2 cores).
+    Units are not scanned: a rolled loop makes the gradient 7 times slower on CPUs and does not
+    compile faster (R50x1 at 128 pixels, 2 cores).
     """
 
     units: int
@@ -139,7 +138,7 @@ class Stage(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images to the feature map of a backbone."""
+    """Backbone from images to the last feature map."""
 
     backbone: Backbone
     compute: Compute
@@ -159,7 +158,7 @@ class ResNet(nn.Module):
 
 
 class ResNetClassifier(nn.Module):
-    """Images to logits: the mean of the last feature map, and the head."""
+    """ResNet from images to logits: backbone, global average pooling, head."""
 
     config: ResNetConfig
     compute: Compute

@@ -1,7 +1,6 @@
-"""Intermediate arrays of a model: how they are offered and captured.
+"""Taps: named intermediate arrays of a model that `Model.capture` can return.
 
-The tables of the page "Look inside" list the taps by name, with their shapes. A test compares them
-with the models.
+The page "Look inside" lists all taps with their shapes. A test compares its tables with the models.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,43 +13,43 @@ from flax.traverse_util import flatten_dict
 
 from vit_jax.base import Array, UserError, records
 
-COLLECTION = 'taps'  # of Flax variables
-Reduction = Callable[[Any], Any]  # what to keep of a tap's value, an array or a pair
+COLLECTION = 'taps'  # name of the Flax variable collection
+Reduction = Callable[[Any], Any]  # applied to a tap's value, which is an array or a pair of arrays
 Wanted = Iterable[str] | Mapping[str, Reduction]
-# Returns the reduction of a tap by its name; None: the tap is not captured.
+# Maps the name of a tap to its reduction; None: the tap is not captured.
 _reduction_of: ContextVar[Callable[[str], Reduction | None]] = ContextVar('_reduction_of')
 
 
 def tap(module: nn.Module, name: str, value: Callable[[], Any]) -> None:
-    """Offers `value()` to `Model.capture`; it is computed only if the tap is wanted.
+    """Offers `value()` to `Model.capture`; it is computed only if the tap is captured.
 
-    The tap is named by the module's place in the tree, without `encoder/block` and `backbone`, and
-    `name`: `attention/weights` in every block.
+    The tap's name is the module's path without `encoder`, `block` and `backbone`, then `name`: for
+    example `attention/weights`, in every block.
     """
     if module.is_mutable_collection(COLLECTION) and not module.is_initializing():
         place = [part for part in module.path if part not in ('encoder', 'block', 'backbone')]
         full_name = '/'.join((*place, name))
         if reduction := _reduction_of.get()(full_name):
-            module.sow(COLLECTION, f'/{full_name}', reduction(value()))  # no submodule's name
+            # The leading slash keeps the name distinct from submodules.
+            module.sow(COLLECTION, f'/{full_name}', reduction(value()))
 
 
 def seen(module: nn.Module, name: str, x: Array) -> Array:
-    """Returns the array, and offers it as a tap."""
+    """Offers an array as a tap and returns it."""
     tap(module, name, lambda: x)
     return x
 
 
 def capture(forward: Callable[[], Mapping[str, Any]], wanted: Wanted) -> dict[str, Any]:
-    """Returns the wanted taps of a forward pass.
+    """Runs a forward pass and returns the selected taps by name.
 
     Args:
       forward: Runs the model and returns the mutable collections.
       wanted: Names of taps. If it maps names to functions, each tap is reduced by its function
-        inside the block, before blocks are stacked: the whole arrays of all blocks are never in
-        memory together.
+        inside the block, so that the whole arrays of all blocks are never in memory together.
 
     Raises:
-      UserError: For an unknown name.
+      UserError: If a name is unknown.
     """
     reductions = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, _whole)
 
@@ -62,11 +61,11 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: Wanted) -> dict[st
             _reduction_of.reset(token)
         return {path[-1][1:]: value for path, (value,) in flatten_dict(collection).items()}
 
-    found = captured(reductions.get)
-    for name in sorted(reductions.keys() - found):
+    values = captured(reductions.get)
+    for name in sorted(reductions.keys() - values):
         every = jax.eval_shape(lambda: captured(lambda name: _whole))
-        raise UserError(f'capture: no {name!r} here; {records.nearest(name, every)}')
-    return found
+        raise UserError(f'capture: no tap {name!r} in this model; {records.nearest(name, every)}')
+    return values
 
 
 def _whole(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The table of names: `B/16`, `R50+B/16`, `R152x2` and their relatives."""
+"""Named variants of the architectures, such as `B/16`, `R50+B/16` and `R152x2`."""
 
 import re
 from typing import Any
@@ -21,7 +21,7 @@ SIZES = {
     'G': (48, 1664, 8192, 16),
     '22B': (48, 6144, 24576, 48),
 }
-# Units of each stage by the number of layers in a ResNet's name (26 is AugReg's).
+# Units of each stage, by the depth in a ResNet's name (26: "How to train your ViT?").
 DEPTHS = {
     '26': (2, 2, 2, 2),
     '50': (3, 4, 6, 3),
@@ -29,30 +29,38 @@ DEPTHS = {
     '152': (3, 8, 36, 3),
     '200': (3, 24, 36, 3),
 }
-# Other options of a size (section 2 of its paper).
+# Further options of a size (ViT-22B, section 2).
 _OPTIONS: dict[str, dict[str, Any]] = {
     '22B': {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False, 'pool': 'map'}
 }
 
 
 def variant(name: str, **changes: Any) -> ModelConfig:
-    """The configuration of a name. Raises UserError for one that is not in the tables.
+    """Returns the configuration of a named variant.
 
-    `B/16` is a ViT: SIZE/PATCH, or `B/16x8` for patches 16 high and 8 wide. `R50+B/16` is a
-    hybrid: the number after the slash is how much smaller its grid is than the image, and at 16
-    the last stage's units move to the third (section 4.1). `R+Ti/16` is a root with 8x8 patches
-    (AugReg; its grid is 32 times smaller, whatever the name says). `R152x2` is a ResNet, twice
-    as wide. `changes` are fields of the configuration that differ, such as `image_size`.
+    - `B/16` is a ViT with 16x16 patches; in `B/16x8`, patches are 16 high and 8 wide.
+    - `R50+B/16` is a hybrid whose grid is 16 times smaller than the image. With 16, the units of
+      the fourth stage move to the third (section 4.1); with 32, there are four stages.
+    - `R+Ti/16` is a hybrid of the root and 8x8 patches ("How to train your ViT?"). Despite its
+      name, its grid is 32 times smaller than the image.
+    - `R152x2` is a ResNet of twice the width.
+
+    Args:
+      name: Name of the variant.
+      changes: Fields of the configuration with other values, such as `image_size`.
+
+    Raises:
+      UserError: If the name is unknown.
     """
     if match := re.fullmatch(r'R(\d+)x(\d+)', name):
         backbone = Backbone(blocks=_blocks(name, match[1]), width=64 * int(match[2]))
         return ResNetConfig(**({'backbone': backbone} | changes))
     match = re.fullmatch(r'(?:R(\d*)\+)?(\w+)/((\d+)(?:x(\d+))?)', name)
     if not match:
-        known = 'SIZE/PATCH, such as B/16 or B/16x8, a hybrid such as R50+B/16, a ResNet as R152x2'
+        known = 'SIZE/PATCH (B/16, B/16x8), a hybrid (R50+B/16) or a ResNet (R152x2)'
         raise UserError(f'variant {name!r}: expected {known}')
     layers, size, patch, height, width = match.groups()
-    require(size in SIZES, f'variant {name!r}: no size {size!r}; {nearest(size, SIZES)}')
+    require(size in SIZES, f'variant {name!r}: unknown size {size!r}; {nearest(size, SIZES)}')
     values: dict[str, Any] = {'patch_size': (int(height), int(width or height))}
     values |= zip(('depth', 'width', 'mlp_dim', 'num_heads'), SIZES[size], strict=True)
     values |= _OPTIONS.get(size, {})
@@ -62,16 +70,16 @@ def variant(name: str, **changes: Any) -> ModelConfig:
 
 
 def _hybrid(name: str, layers: str, *, reduction: str) -> dict[str, Any]:
-    """The backbone of a hybrid, and the patches on its feature map."""
+    """Returns the backbone of a hybrid, and the patch size on its feature map."""
     if not layers and reduction == '16':
         return {'backbone': Backbone(blocks=()), 'patch_size': (8, 8)}
-    require(reduction in ('16', '32'), f'variant {name!r}: a hybrid ends with /16 or /32')
+    require(reduction in ('16', '32'), f'variant {name!r}: expected a hybrid with /16 or /32')
     *blocks, third, fourth = _blocks(name, layers)
     stages = (*blocks, third + fourth) if reduction == '16' else (*blocks, third, fourth)
     return {'backbone': Backbone(blocks=stages), 'patch_size': (1, 1)}
 
 
 def _blocks(name: str, layers: str) -> tuple[int, ...]:
-    known = f'known: {", ".join(DEPTHS)}'
-    require(layers in DEPTHS, f'variant {name!r}: no ResNet of {layers or "no"} layers; {known}')
+    wrong = f'variant {name!r}: unknown ResNet depth {layers!r}'
+    require(layers in DEPTHS, f'{wrong}; expected {", ".join(DEPTHS)}')
     return DEPTHS[layers]

@@ -32,12 +32,11 @@ _GELUS: dict[Gelu, Callable[[Array], Array]] = {
 
 
 class Dense(nn.Module):
-    """Applies a dense layer to each token, from its last `axes` axes to `features`.
+    """Dense layer over the last `axes` axes of each token, with the parameters of DenseGeneral.
 
-    The parameters are those of `nn.DenseGeneral`. With layout `flat` the tokens of all images are
-    the rows of one matrix. XLA then sums the gradients of biases over one axis; over two, it first
-    writes the tokens transposed, in float32. On TPUs, which tile the last two axes, a reshape of
-    these would be a copy: their layout is `batched`.
+    With layout `flat`, the tokens of all images are rows of one matrix, and XLA sums bias gradients
+    over one axis. Over two axes, it would first write the tokens transposed, in float32. TPUs use
+    layout `batched`: they tile the last two axes, so that the reshape would copy.
     """
 
     features: tuple[int, ...]
@@ -51,7 +50,7 @@ class Dense(nn.Module):
         tokens, inputs = x.shape[: -self.axes], x.shape[-self.axes :]
         size, dtype = (math.prod(inputs), math.prod(self.features)), self.compute.dtype
 
-        def init(key: Key[Array, '']) -> Array:  # scaled by the sides of the matrix
+        def init(key: Key[Array, '']) -> Array:  # fans of the flattened matrix
             return nn.initializers.xavier_uniform()(key, size).reshape(*inputs, *self.features)
 
         x, kernel = x.astype(dtype), self.param('kernel', init).astype(dtype)
@@ -63,14 +62,14 @@ class Dense(nn.Module):
 
 
 class ViTModule(nn.Module):
-    """What all parts of a Vision Transformer have in common."""
+    """Base class of the modules of a Vision Transformer."""
 
     config: ViTConfig
     regularization: Regularization
     compute: Compute
 
     def position_table(self, at: PositionsAt) -> Table | None:
-        """Returns the positions that are added at this place; None: no positions."""
+        """Returns the positions to add at this place, or None."""
         config, prefix = self.config, self.config.positioned_prefix
         if config.positions_at != at:
             return None
@@ -78,7 +77,7 @@ class ViTModule(nn.Module):
         return positions.table(kind, grid, width, prefix=prefix, param=self.param)
 
     def normalized(self, x: Float[Array, 'b ...'], name: str) -> Float[Array, 'b ...']:
-        """Normalizes the last axis; with layout `flat`, tokens are rows as in `Dense`."""
+        """Normalizes the last axis; layout `flat` as in `Dense`."""
         kind = nn.RMSNorm if self.config.norm == 'rms' else nn.LayerNorm
         norm = kind(epsilon=self.config.layer_norm_epsilon, dtype=self.compute.dtype, name=name)
         if self.compute.layout == 'batched' or x.ndim == 2:
@@ -87,10 +86,10 @@ class ViTModule(nn.Module):
 
 
 class PatchEmbedding(ViTModule):
-    """Projects each patch of an image or a feature map to one token: E of equation 1.
+    """Projects each patch of an image or a feature map to a token (E in equation 1).
 
-    A convolution whose stride is its size (the kernel has the shape of `nn.Conv`), written as the
-    matrix product that it is.
+    Computes a convolution with stride equal to the kernel size as a matrix product. The kernel has
+    the shape of an `nn.Conv` kernel.
     """
 
     @nn.compact
@@ -103,17 +102,17 @@ class PatchEmbedding(ViTModule):
         patches, kernel = (x.astype(self.compute.dtype) for x in (patches, kernel))
         tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
         tokens = tokens.reshape(batch, rows * columns, width)
-        if self.config.pre_norm:  # the norm before the blocks has the bias
+        if self.config.pre_norm:  # that norm has a bias
             return tokens
         bias = self.param('bias', nn.initializers.zeros, (width,))
         return tokens + bias.astype(self.compute.dtype)
 
 
 class Attention(ViTModule):
-    """Multi-head attention from the queries `x` to the tokens `y`.
+    """Multi-head attention, in which tokens `x` attend to tokens `y`.
 
-    The parameters are those of Flax's MultiHeadDotProductAttention. Norms of queries and keys keep
-    the logits bounded (ViT-22B, section 2).
+    It has the parameters of Flax's MultiHeadDotProductAttention. With `qk_norm`, normalized queries
+    and keys keep the logits bounded (ViT-22B, section 2).
     """
 
     in_block: bool = True  # False: attention pooling
@@ -135,11 +134,11 @@ class Attention(ViTModule):
             if config.positions == 'relative':
                 normal, offsets = nn.initializers.normal(0.02), 2 * y.shape[1] - 1
                 relative = self.param('relative', normal, (offsets, heads, size))
-                # Fewer queries are the first ones: R starts at the offset of the last query.
+                # Fewer queries are the leading tokens; R then starts at the last query's offset.
                 relative = relative[y.shape[1] - x.shape[1] :].astype(query.dtype)
         tap(self, 'weights', lambda: attention_weights(query, key, relative))
         kernel = self.compute.attention
-        assert kernel != 'auto'  # `build` resolved it
+        assert kernel != 'auto'  # resolved by `build`
         mixed = attend(query, key, value, relative=relative, implementation=kernel)
         mixed = seen(self, 'heads', mixed)
         out = Dense((config.width,), self.compute, axes=2, name='out')(mixed)
@@ -147,10 +146,10 @@ class Attention(ViTModule):
 
 
 class Mlp(ViTModule):
-    """Two dense layers with a GELU between them.
+    """MLP of a block: two dense layers with a GELU between them.
 
-    Without a GELU it is a SwiGLU ("GLU Variants Improve Transformer", equation 6, with biases): the
-    SiLU of a third layer multiplies the output of the first one.
+    With `gelu=None` it is a SwiGLU ("GLU Variants Improve Transformer", equation 6, with biases):
+    the output of the first layer is multiplied by the SiLU of a third layer.
     """
 
     @nn.compact
@@ -163,7 +162,7 @@ class Mlp(ViTModule):
             hidden = nn.silu(dense((config.mlp_dim,), name='gate')(x)) * hidden
         else:
             gelu = _GELUS[config.gelu]
-            if self.compute.layout == 'flat':  # else XLA keeps several arrays of the hidden layer
+            if self.compute.layout == 'flat':  # saves its input only, not several intermediates
                 gelu = jax.checkpoint(gelu)
             hidden = gelu(hidden)
         hidden = seen(self, 'hidden', hidden)
@@ -171,19 +170,19 @@ class Mlp(ViTModule):
 
 
 class PerBlock(NamedTuple):
-    """Constants of one block. `Encoder` stacks them along a leading depth axis."""
+    """Constants of a block. `Encoder` stacks them along a leading depth axis."""
 
-    drop_rate: Float[Array, '*l']  # of stochastic depth
+    drop_rate: Float[Array, '*l']  # probability of stochastic depth
     has_skips: Bool[Array, '*l'] | None  # None: all blocks have skip connections
 
 
 class Block(ViTModule):
-    """A pre-norm encoder block: x + MSA(LN(x)), then x + MLP(LN(x)) (equations 2 and 3).
+    """Pre-norm encoder block: x + MSA(LN(x)), then x + MLP(LN(x)) (equations 2 and 3).
 
-    A parallel block is y = LN(x), x + MSA(y) + MLP(y) (ViT-22B, section 2).
+    A parallel block computes x + MSA(y) + MLP(y) with y = LN(x) (ViT-22B, section 2).
     """
 
-    num_outputs: int | None = None  # computes only the first tokens; None: all
+    num_outputs: int | None = None  # number of leading tokens to compute; None: all
 
     @nn.compact
     def __call__(self, x: Tokens, own: PerBlock, shared: Table | None) -> tuple[FirstTokens, None]:
@@ -206,14 +205,14 @@ class Block(ViTModule):
     def _written(self, x: Tokens) -> Tokens:
         """Forces XLA to write the tokens to memory before they are sliced.
 
-        XLA for GPUs would otherwise keep the tokens of all blocks transposed, for a slice of them.
+        Otherwise XLA transposes the tokens of all blocks on GPUs, only for this slice.
         """
         if self.compute.layout == 'batched':
             return x
         return jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
     def _add(self, x: Tokens, branch: Tokens, own: PerBlock, *, name: str) -> Tokens:
-        """x + branch, with LayerScale and stochastic depth."""
+        """Returns x + branch, with LayerScale and stochastic depth."""
         config = self.config
         skip = x if own.has_skips is None else jnp.where(own.has_skips, x, 0)
         if config.layer_scale is not None:
@@ -228,9 +227,10 @@ class Block(ViTModule):
 
 
 def drop_branch(branch: Tokens, rate: Float[Array, ''], *, key: Key[Array, '']) -> Tokens:
-    """Drops the branch of each example with probability `rate`, and scales the others.
+    """Drops the branch of each example with probability `rate` (stochastic depth).
 
-    They are divided by 1 - rate ("Deep Networks with Stochastic Depth", scaled in training).
+    The others are divided by 1 - rate ("Deep Networks with Stochastic Depth" instead multiplies by
+    1 - rate in evaluation).
     """
     keep = 1 - rate
     kept = jax.random.bernoulli(key, keep, (branch.shape[0], 1, 1))
@@ -238,21 +238,24 @@ def drop_branch(branch: Tokens, rate: Float[Array, ''], *, key: Key[Array, '']) 
 
 
 class Encoder(ViTModule):
-    """The blocks, with parameters stacked along the depth, and the norm if it is before pooling."""
+    """The blocks, with parameters stacked along the depth, and the final norm before pooling."""
 
     @nn.compact
     def __call__(self, x: Tokens, shared: Table | None) -> FirstTokens:
-        """Encodes tokens, or the first ones if heads read no others.
+        """Encodes tokens.
 
         Args:
-          x: The tokens.
-          shared: Positions that every block adds.
+          x: Tokens.
+          shared: Positions that every block adds; None: no such positions.
+
+        Returns:
+          All tokens, or only the leading ones if the heads read no others.
         """
         config = self.config
         own = PerBlock(jnp.linspace(0, self.regularization.stochastic_depth, config.depth), None)
         if without := config.blocks_without_skips:
             own = own._replace(has_skips=~jnp.isin(jnp.arange(config.depth), jnp.array(without)))
-        # Where parameters are made or taps captured, nothing may be left out.
+        # Initialization and taps need all parameters and tokens.
         is_whole = self.is_initializing() or self.is_mutable_collection(COLLECTION)
         if is_whole or self.compute.last_block == 'whole':
             x = self._all_tokens(x, own, shared)
@@ -266,7 +269,7 @@ class Encoder(ViTModule):
         unroll = min(int(self.compute.unroll), self.config.depth)
         scan = nn.scan(
             rematerialized(Block, self.compute, in_loop=unroll == 1, by=nn.remat),
-            variable_axes={True: 0},  # of parameters and taps the depth is the first axis
+            variable_axes={True: 0},  # all variables are stacked along axis 0
             split_rngs={'params': True, 'dropout': True},
             in_axes=(0, nn.broadcast),
             length=self.config.depth,
@@ -276,9 +279,9 @@ class Encoder(ViTModule):
         return blocks(x, own, shared)[0]
 
     def _first_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> FirstTokens:
-        """Like `_all_tokens`, but the last block computes only the tokens that heads read.
+        """Like `_all_tokens`, but the last block computes only the tokens that the heads read.
 
-        It saves 7 % of B/16. Not used with dropout or stochastic depth.
+        This saves 7 % of the products of B/16. Not used with dropout or stochastic depth.
         """
         depth, unroll = self.config.depth, int(self.compute.unroll)
 
@@ -289,22 +292,23 @@ class Encoder(ViTModule):
 
         stacked = self.variables['params']['block'], own
         leaves, tree = jax.tree.flatten(stacked)
-        found = {len(leaf) for leaf in leaves}
-        wrong = f'encoder/block: parameters of {max(found)} blocks, the model has {depth}'
-        require(found == {depth}, wrong)
+        depths = {len(leaf) for leaf in leaves}
+        wrong = f'encoder/block: parameters of {max(depths)} blocks; expected {depth} blocks'
+        require(depths == {depth}, wrong)
 
         def take(i: Int[Array, '']) -> Any:
             index = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
             return jax.tree.map(index, stacked)
 
         if unroll < depth:
-            # Indexed by a counter: a scan over slices copies the parameters and their gradients.
+            # Blocks are indexed: a scan over slices would copy the parameters and their gradients.
             step = rematerialized(lambda x, i: run(x, take(i)), self.compute, in_loop=unroll == 1)
             x = jax.lax.fori_loop(0, depth - 1, lambda i, x: step(x, i), x, unroll=unroll)
-            # With a constant index, XLA would put the last block's gradient in a separate buffer.
+            # The barrier hides that the index is constant. Otherwise XLA would put the gradient of
+            # the last block in a separate buffer.
             last = take(jax.lax.optimization_barrier(jnp.int32(depth - 1)))
         else:
-            # Split once: the gradient of each part is then written once.
+            # A single unstack writes the gradient of each block once.
             parts = zip(*map(jnp.unstack, leaves), strict=True)
             *first, last = (jax.tree.unflatten(tree, part) for part in parts)
             for part in first:
@@ -313,7 +317,7 @@ class Encoder(ViTModule):
 
 
 class AttentionPool(ViTModule):
-    """A learned query attends to all tokens (MAP head; Scaling Vision Transformers, 3.2)."""
+    """Multihead attention pooling with a learned query (Scaling Vision Transformers, 3.2)."""
 
     @nn.compact
     def __call__(self, tokens: Tokens) -> Float[Array, 'b d']:
@@ -326,12 +330,12 @@ class AttentionPool(ViTModule):
 
 
 def for_each_image(tokens: Float[Array | np.ndarray, '1 r d'], images: Tokens) -> FirstTokens:
-    """Repeats learned tokens for each image of the batch."""
+    """Repeats learned tokens for each image of a batch."""
     return jnp.tile(tokens.astype(images.dtype), (images.shape[0], 1, 1))
 
 
 class DistilledHead(nn.Module):
-    """The mean of two heads: of the class token and of the distillation token (DeiT)."""
+    """The mean of two heads, one on the class and one on the distillation token (DeiT)."""
 
     cls: nn.Module
     dist: nn.Module
@@ -342,7 +346,7 @@ class DistilledHead(nn.Module):
 
 
 def make_head(config: ModelConfig) -> nn.Module | None:
-    """Makes the last layer. A linear one starts at zero: fine-tuning starts uniform (3.2)."""
+    """Makes the head. A linear head starts at zero, so its predictions are uniform (3.2)."""
     if config.num_classes is None:
         return None
     if isinstance(config, ViTConfig) and config.pool == 'cls_dist':
@@ -353,13 +357,13 @@ def make_head(config: ModelConfig) -> nn.Module | None:
     if config.head == 'linear':
         zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
         return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
-    raise UserError(f'model.head={config.head!r}: expected linear, or f(num_classes) -> module')
+    raise UserError(f'model.head={config.head!r}: expected linear or f(num_classes) -> flax module')
 
 
 class ViT(ViTModule):
-    """Maps images to logits, to features (the input of the head), or to outputs of patches.
+    """Vision Transformer from images to logits, features (the head's input) or patch outputs.
 
-    Without a head, features are returned for logits. `corruption` replaces embeddings of patches.
+    Without a head, it returns features in place of logits. `corruption` replaces patch embeddings.
     """
 
     head: nn.Module | None
@@ -379,7 +383,7 @@ class ViT(ViTModule):
         x = self._embedded(x)
         x = Encoder(*parts, name='encoder')(x, self.position_table('every_layer_shared'))
         if config.patch_outputs is not None and self.is_initializing():
-            masked(x)  # parameters are made where they are used
+            masked(x)  # creates its parameters
         x = x[:, config.prefix :] if output == 'patches' else self._pooled(x)
         if config.final_norm == 'after_pool':
             x = self.normalized(x, 'norm')
@@ -392,11 +396,11 @@ class ViT(ViTModule):
         return x if self.head is None or output == 'features' else self.head(x)
 
     def _embedded(self, x: Tokens) -> Float[Array, 'b m d']:
-        """Adds class tokens, positions and registers: equation 1. Registers have no positions."""
+        """Adds class tokens, positions and registers (equation 1). Registers have no positions."""
         config, before = self.config, self.config.positioned_prefix
         zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
         own = [self.param(name, zeros, (1, 1, config.width)) for name in ('cls', 'dist')[:before]]
-        if config.registers:  # equal registers would stay equal
+        if config.registers:  # not zeros: equal registers would stay equal
             registers = self.param('registers', normal, (1, config.registers, config.width))
         x = jnp.concatenate([*(for_each_image(token, x) for token in own), x], axis=1)
         x = positions.add(x, self.position_table('stem'), before=before)

@@ -1,1 +1,1 @@
-"""How parameters change."""
+"""Losses, optimizers and the training loop."""

@@ -1,7 +1,7 @@
-"""The loop: batches go in, the state goes round, numbers come out one step late.
+"""The training loop.
 
-`fit` calls the update for each step and reads the metrics of the step before while it runs; after
-some steps observers get the state, to evaluate or save it. `Clock` counts where the time goes.
+`fit` runs the update for each step, and reads the metrics of the previous step meanwhile. Observers
+get the state after some steps, to evaluate or save it. `Clock` measures where the time goes.
 """
 
 import contextlib
@@ -19,21 +19,21 @@ from vit_jax.training.update import TrainState
 
 
 class NotFinite(ArithmeticError):
-    """Loss, gradient or parameters were NaN or infinite, step after step."""
+    """Parameters are NaN or infinite, or too many updates in a row were skipped."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop, with this state after its last step."""
+    """Training was interrupted; `state` is the state after the last step."""
 
     def __init__(self, state: TrainState):
-        super().__init__('the run was asked to stop')
+        super().__init__('training was interrupted')
         self.state = state
 
 
 class Every(NamedTuple):
-    """An action on the state, every so many steps and once after the last one."""
+    """An action on the state that runs every `steps` steps, and after the last step."""
 
-    steps: int | None  # None: after the last step only
+    steps: int | None  # None: only after the last step
     run: Callable[[int, TrainState], None]
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -41,10 +41,10 @@ class Every(NamedTuple):
 
 
 class Clock:
-    """Where the wall time goes: `with clock('step'):` adds the seconds within to `step`.
+    """Wall time by name: `with clock('step'):` adds the seconds of the block to `step`.
 
-    Nested blocks count for the innermost name only. Time outside any block counts as `start`, as
-    do the `before` seconds, which had passed when the clock was made.
+    Nested blocks count for the innermost name only. Time outside all blocks counts as `start`, and
+    so do the `before` seconds, which passed before the clock was made.
     """
 
     def __init__(self, before: float = 0.0) -> None:
@@ -63,7 +63,7 @@ class Clock:
             self._running.pop()
 
     def settle(self) -> None:
-        """Counts the time up to now."""
+        """Adds the time up to now to `seconds`."""
         now = time.monotonic()
         name = self._running[-1] if self._running else 'start'
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
@@ -81,13 +81,15 @@ def fit(
     clock: Clock,
     max_skipped_steps: int = 1,
 ) -> TrainState:
-    """Runs `update` for each of the steps and returns the last state.
+    """Runs `update` for each of `steps`, with one batch each, and returns the last state.
 
-    Metrics of a step are read while the next one runs, so the device never waits for the host,
-    and before anything observes the state. `on_metrics` gets them as floats.
+    Metrics of a step are read while the next one runs, so that the device never waits for the host.
+    They are passed to `on_metrics` as floats, together with the number of updates so far, before
+    any observer gets the state.
 
-    Raises NotFinite, before any observer, when parameters are not finite or `max_skipped_steps`
-    updates in a row were skipped; Stopped when `batches` or an observer raises Interrupted.
+    Raises:
+      NotFinite: If parameters are not finite, or `max_skipped_steps` updates in a row were skipped.
+      Stopped: If `batches` or an observer raises Interrupted.
     """
     pending: tuple[int, StepMetrics] | None = None
     skipped = 0
@@ -105,7 +107,7 @@ def fit(
         if skipped >= max_skipped_steps or not isfinite(metrics.scalars['parameter_norm']):
             numbers = metrics.means | metrics.scalars
             broken = ', '.join(f'{name} is {n}' for name, n in numbers.items() if not isfinite(n))
-            more = f', as in {skipped} updates in a row' if skipped > 1 else ''
+            more = f'; {skipped} updates in a row were skipped' if skipped > 1 else ''
             raise NotFinite(f'step {step}: {broken}{more}')
 
     try:

@@ -1,6 +1,6 @@
-"""Losses and metrics: functions of logits and targets, one number for each example.
+"""Losses and metrics, which map logits and targets to one number per example.
 
-A new metric is one more line in `example_metrics`.
+New metrics are added in `example_metrics`.
 """
 
 import dataclasses
@@ -13,27 +13,30 @@ import optax
 
 from vit_jax.base import Array, Bool, Float, Num, records
 
-# Of logits (b k) and targets (b k), for each example.
+# Maps logits (b k) and targets (b k) to one loss per example.
 Loss = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], Float[Array, 'b']]
 LossKind = Literal['softmax', 'sigmoid']
 
 
 @dataclasses.dataclass(kw_only=True)
 class LossConfig(records.Record):
-    """Softmax: one class an image. Sigmoid: yes or no for each class, summed over classes."""
+    """Softmax or sigmoid cross-entropy. Sigmoid losses are summed over classes."""
 
-    kind: LossKind = 'softmax'  # one class an image; sigmoid: each class is yes or no
-    label_smoothing: float = 0.0  # the share of the target that is spread over all classes
+    kind: LossKind = 'softmax'  # softmax: one class per image; sigmoid: any number of classes
+    label_smoothing: float = 0.0  # fraction of the target that is spread over all classes
 
     def check(self) -> None:
         records.require_between(self, 'label_smoothing', low=0, below=1)
 
 
 def make_loss(config: LossConfig | Loss) -> Loss:
-    """The loss of (logits, targets), targets as `targets_of` gives them.
+    """Makes the loss function of (logits, targets); see `targets_of` for targets.
 
-    A function is its own loss; UserError if its result has another shape than (b,), because the
-    mean over a batch with masked examples needs one number for each.
+    A function is returned with a check of its result's shape: masked examples can only be left out
+    if there is one number per example.
+
+    Raises:
+      UserError: When the loss is called, if a function does not return shape (b,).
     """
 
     def loss(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
@@ -41,10 +44,10 @@ def make_loss(config: LossConfig | Loss) -> Loss:
             losses, expected = config(logits, targets), logits.shape[:1]
             code = getattr(config, '__code__', None)
             where = f' ({code.co_filename}, line {code.co_firstlineno})' if code else ''
-            found = f'gives shape {jnp.shape(losses)} for logits {logits.shape}'
-            wanted = f'expected one number for each example, {expected}'
+            returned = f'got shape {jnp.shape(losses)} for logits {logits.shape}'
+            wanted = f'expected {expected}, one number per example'
             fits = jnp.shape(losses) == expected
-            records.require(fits, f'loss {records.text_of(config)}{where} {found}: {wanted}')
+            records.require(fits, f'loss {records.text_of(config)}{where}: {returned}; {wanted}')
             return losses
         targets = optax.smooth_labels(targets, config.label_smoothing)
         match config.kind:
@@ -59,9 +62,9 @@ def make_loss(config: LossConfig | Loss) -> Loss:
 
 
 def of_any(loss: Loss) -> Loss:
-    """The loss where any of several classes is right: as if each were so to an equal share.
+    """Returns the loss with multi-hot targets scaled to sum to one (any of the classes is right).
 
-    An image without a class (a row of zeros) stays one.
+    Targets without a class stay zero.
     """
 
     def shared(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
@@ -71,16 +74,16 @@ def of_any(loss: Loss) -> Loss:
 
 
 def targets_of(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
-    """Float32 rows: one-hot of class numbers (b); labels that are rows already (b k) pass."""
+    """Returns float32 targets: class numbers (b) are one-hot encoded, rows (b k) are kept."""
     return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels.astype(jnp.float32)
 
 
 class BatchSums(NamedTuple):
-    """Sums over the unmasked examples of a batch, to be added up and divided by their number."""
+    """Sums over the unmasked examples of a batch."""
 
-    sums: dict[str, Array]  # by name: the loss, and each of `example_metrics`
-    num_examples: Array
-    rows: dict[str, Array]  # outputs of each example (b ...) by name, masked ones included
+    sums: dict[str, Array]  # of the loss and of `example_metrics`, by name
+    num_examples: Array  # number of unmasked examples
+    rows: dict[str, Array]  # outputs of each example (b ...) by name, masked examples included
 
 
 def summed(
@@ -88,25 +91,25 @@ def summed(
     mask: Bool[Array, 'b'],
     rows: dict[str, Array] | None = None,
 ) -> BatchSums:
-    """Sums the values of unmasked examples, by name; `rows` are passed on."""
+    """Sums values over the unmasked examples; `rows` are passed through."""
     sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
     return BatchSums(sums, mask.sum(dtype=jnp.int32), rows or {})
 
 
-# Rows (b ...) of logits (b k) and targets (b k), by name.
+# Maps logits (b k) and targets (b k) to outputs of each example (b ...), by name.
 RowsOf = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Array]]
 
 
 class StepMetrics(NamedTuple):
-    """The numbers of one step: arrays as the update gives them, floats once they are read."""
+    """Metrics of one step: arrays from the update, floats after `fit` has read them."""
 
     sums: dict[str, Any]  # over the unmasked examples, by name
-    num_examples: Any
-    scalars: dict[str, Any]  # one number for the step, such as the learning rate
+    num_examples: Any  # number of unmasked examples
+    scalars: dict[str, Any]  # numbers of the whole step, such as the learning rate
 
     @property
     def means(self) -> dict[str, float]:
-        """Means over the examples of this step, by name; 0 where it has none."""
+        """Means over the unmasked examples by name; 0 without examples."""
         count = max(1.0, float(self.num_examples))
         return {name: float(total) / count for name, total in self.sums.items()}
 
@@ -114,14 +117,14 @@ class StepMetrics(NamedTuple):
 def scores(
     logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
 ) -> dict[str, Float[Array, 'b k']]:
-    """Rows for metrics of a whole data set, such as the mean average precision."""
+    """Returns the outputs of each example that the mean average precision needs."""
     return {'logits': logits, 'targets': targets}
 
 
 def predictions(
     logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
 ) -> dict[str, Num[Array, 'b']]:
-    """Of each example its class and the one that was predicted, by number, and the metrics."""
+    """Returns class number, predicted class number, and metrics of each example."""
     numbers = {'label': targets.argmax(axis=-1), 'predicted': logits.argmax(axis=-1)}
     return numbers | example_metrics(logits, targets)
 
@@ -129,19 +132,19 @@ def predictions(
 def example_metrics(
     logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
 ) -> dict[str, Float[Array, 'b']]:
-    """One number for each example, by name; evaluation and training report their means.
+    """Computes metrics of each example by name. Training and evaluation report their means.
 
-    `accuracy` is the target of the highest logit and `top5_accuracy` that of the five highest,
-    added up and at most 1. For one-hot targets that is a hit or a miss, for several classes in one
-    image whether any of them was hit, for mixed images the share of the label that was hit.
+    `accuracy` is the target of the class with the highest logit. `top5_accuracy` is the sum of the
+    targets of the five highest, at most 1. Both are 0 or 1 for one-hot and multi-hot targets. For
+    mixed images, they are the share of the label that was predicted.
     """
-    # Not jax.lax.top_k: XLA brings the logits of all devices together for it (jax 0.10.2).
+    # Not jax.lax.top_k, for which XLA gathers the logits of all devices (jax 0.10.2).
     rest, hits = jax.lax.stop_gradient(logits), []
-    for _ in range(5):  # the highest, the second, ...; of equal logits the first is higher
+    for _ in range(5):  # highest logit first; the first of equal logits counts as higher
         best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])
         hits.append((best * targets).sum(axis=-1))
         rest = jnp.where(best > 0, -jnp.inf, rest)
     metrics = {'accuracy': hits[0]}
-    if logits.shape[-1] > 5:  # otherwise everything would be a hit
+    if logits.shape[-1] > 5:  # otherwise it would always be 1
         metrics['top5_accuracy'] = jnp.minimum(1.0, sum(hits))
     return metrics

@@ -1,7 +1,4 @@
-"""Masked patch prediction: what corrupted patches show, learned from images without their labels.
-
-"An Image is Worth 16x16 Words", section 4.6 and appendix B.1.2.
-"""
+"""Self-supervised masked patch prediction (ViT paper, section 4.6 and appendix B.1.2)."""
 
 import dataclasses
 import functools
@@ -13,82 +10,85 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base import UserError, counted, records
+from vit_jax.base import UserError, records
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params
 from vit_jax.models import Corruption, ModelConfig, ViTConfig
 from vit_jax.training.losses import BatchSums, example_metrics, summed
 
 Target = Literal['mean_colour', 'colours_4x4', 'pixels']
-_CELLS: dict[Target, int] = {'mean_colour': 1, 'colours_4x4': 4}  # along a side of a patch
-_LEVELS = 8  # of each channel: 3 bits
+_CELLS: dict[Target, int] = {'mean_colour': 1, 'colours_4x4': 4}  # cells per side of a patch
+_LEVELS = 8  # per channel (3 bits)
 COLOURS = _LEVELS**3
 
 
 @dataclasses.dataclass(kw_only=True)
 class MaskedPatches(records.Record):
-    """The embeddings of some patches are corrupted, and what these patches show is predicted.
+    """Masked patch prediction: some patch embeddings are corrupted, and the patches are predicted.
 
-    The target is the mean colour of a patch, 3 bits a channel and so one of 512; the colours of its
-    4x4 cells; or all its pixels as the network sees them, by their mean squared error.
+    `mean_colour` classifies the mean color of a patch (3 bits per channel, 512 classes), and
+    `colours_4x4` the mean color of each of its 4x4 cells. `pixels` predicts the normalized pixels,
+    with the mean squared error as loss.
     """
 
-    fraction: float = 0.5  # of the patches of an image, which are corrupted
-    masked: float = 0.8  # the probability that one of these becomes the mask token
-    replaced: float = 0.1  # that it becomes another patch of the image; the rest stay as they are
-    target: Target = 'mean_colour'  # one of 512; colours_4x4: of 16 cells; pixels: their values
+    fraction: float = 0.5  # fraction of the patches of an image that are corrupted
+    masked: float = 0.8  # probability that a corrupted patch becomes the mask token
+    replaced: float = 0.1  # probability that it becomes another patch; else it is unchanged
+    target: Target = 'mean_colour'  # mean color; colours_4x4: colors of 4x4 cells; pixels: pixels
 
     def check(self) -> None:
         records.require_between(self, 'fraction', above=0, high=1)
         records.require_between(self, 'masked', 'replaced', low=0, high=1)
-        together = f'replaced={self.replaced:g} and masked={self.masked:g} are more than 1 together'
-        records.require(self.masked + self.replaced <= 1 + 1e-6, together)
+        wrong = f'masked={self.masked:g}, replaced={self.replaced:g}: expected a sum of at most 1'
+        records.require(self.masked + self.replaced <= 1 + 1e-6, wrong)
 
     def corrupted_of(self, patches: int) -> int:
-        """How many of so many patches are corrupted."""
+        """Returns the number of corrupted patches in an image with this number of patches."""
         return round(self.fraction * patches)
 
 
 def for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:
-    """The network that predicts patches and has no classes.
+    """Returns the model configuration with outputs per patch instead of a classification head.
 
-    Raises UserError for one that cannot, and for parts of it that nothing would train.
+    Raises:
+      UserError: If the model cannot predict patches, or has parts that would not be trained.
     """
     if not isinstance(model, ViTConfig):
-        raise UserError('config.objective: masked patches need a ViT: a ResNet has no patches')
+        raise UserError('config.objective: expected a ViT or a hybrid, got a ResNet')
     for name in ('num_classes', 'representation_size', 'head', 'head_bias'):
-        wrong = f'config.model.{name}={getattr(model, name)}: config.objective has no classes'
+        wrong = f'config.model.{name}={getattr(model, name)}: not used by config.objective'
         is_default = getattr(model, name) == getattr(ViTConfig(), name)
         records.require(is_default, f'{wrong}; leave it out')
-    wrong = 'config.model.pool=map: its attention would learn nothing from masked patches'
-    records.require(model.pool != 'map', f'{wrong}; take cls or gap')
+    wrong = 'config.model.pool=map: config.objective does not train its attention'
+    records.require(model.pool != 'map', f'{wrong}; set pool to cls or gap')
     patches = math.prod(model.grid)
-    wrong = f'config.objective.fraction={config.fraction:g} of {counted(patches, "patch")} is none'
-    records.require(config.corrupted_of(patches) > 0, wrong)
+    wrong = f'config.objective.fraction={config.fraction:g}: no patch of {patches} is corrupted'
+    records.require(config.corrupted_of(patches) > 0, f'{wrong}; set a larger fraction')
     outputs = _outputs(model, config.target)
-    wrong = f'config.model.patch_outputs={model.patch_outputs}, but {config.target} takes {outputs}'
+    wrong = f'config.model.patch_outputs={model.patch_outputs}: expected {outputs}'
     records.require(model.patch_outputs in (None, outputs), f'{wrong}; leave it out')
     return dataclasses.replace(model, patch_outputs=outputs)
 
 
 def _outputs(model: ViTConfig, target: Target) -> int:
-    """Numbers to predict for each patch."""
+    """Returns the number of outputs per patch."""
     (height, width), (rows, columns) = patch_sides(model), model.grid
-    shown = f'patches show {height}x{width} pixels'
+    size = f'patches of {height}x{width} pixels'
     whole = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
-    wrong = f'config.model.image_size={model.image_size}: {shown}, the last ones beyond the image'
+    wrong = f'config.model.image_size={model.image_size}: {size} extend beyond the image'
     records.require(whole, wrong)
     if target == 'pixels':
         return height * width * model.channels
     cells = _CELLS[target]
     fits = height % cells == 0 == width % cells
-    records.require(fits, f'config.objective.target={target}: {shown}, no multiple of {cells}')
+    records.require(fits, f'config.objective.target={target}: {size} do not divide by {cells}')
     return cells**2 * COLOURS
 
 
 def patch_sides(model: ViTConfig) -> tuple[int, int]:
-    """(height, width) in pixels of the part of the image that a patch stands for, in a hybrid too.
+    """Returns (height, width) of a patch in pixels of the image.
 
-    A hybrid's patch sees beyond it, as far as its convolutions reach.
+    In a hybrid, a patch on the feature map corresponds to `stride` times as many pixels. Its
+    receptive field is larger.
     """
     stride = 1 if model.backbone is None else model.backbone.stride
     return stride * model.patch_size[0], stride * model.patch_size[1]
@@ -102,11 +102,18 @@ def make_patch_sums(
     model: ViTConfig,
     keys_of: Callable[[Batch], Key[Array, 'b']],
 ) -> Callable[..., BatchSums]:
-    """Sums over the unmasked examples of a batch, for training and evaluation alike.
+    """Makes the function that computes loss and metrics, in training and evaluation.
 
-    `loss_sums(params, batch, key=None)`, as of `make_loss_sums`: the loss and the metrics of an
-    example are means over its corrupted patches. Which these are depends on its key alone, of
-    `keys_of(batch)`; `key` switches dropout on.
+    Args:
+      predict_patches: Maps (params, images, corruption, key) to patch outputs; see `Model`.
+      config: Corruption and target.
+      normalize: Maps images with pixels from 0 to 255 to the input of the model.
+      model: Architecture, with outputs per patch.
+      keys_of: Returns the key of each example in a batch, which determines its corruption.
+
+    Returns:
+      `loss_sums(params, batch, key=None)`, like the result of `make_loss_sums`. Loss and metrics of
+      an example are means over its corrupted patches. A key enables dropout.
     """
     patches = math.prod(model.grid)
     cut = functools.partial(cut_patches, grid=model.grid, sides=patch_sides(model))
@@ -119,13 +126,13 @@ def make_patch_sums(
         outputs = predict_patches(params, inputs, corruption, key)
         if config.target == 'pixels':
             errors = outputs - cut(inputs).reshape(outputs.shape)
-            of_patches = {'loss': jnp.square(errors).mean(axis=-1)}
+            metrics = {'loss': jnp.square(errors).mean(axis=-1)}
         else:
-            of_patches = colour_metrics(outputs, mean_colours(cut(images), _CELLS[config.target]))
+            metrics = colour_metrics(outputs, mean_colours(cut(images), _CELLS[config.target]))
         count = config.corrupted_of(patches)
         values = {
             name: jnp.where(corrupted, value, 0).sum(axis=1) / count
-            for name, value in of_patches.items()
+            for name, value in metrics.items()
         }
         return summed(values, batch['mask'])
 
@@ -135,23 +142,26 @@ def make_patch_sums(
 def corrupt(
     key: Key[Array, ''], config: MaskedPatches, *, patches: int
 ) -> tuple[Bool[Array, 'n'], Corruption]:
-    """Which patches of an image are corrupted, and how: independently of each other."""
+    """Draws which patches of an image are corrupted, and how.
+
+    Each corrupted patch is masked, replaced or kept independently of the others.
+    """
     place_key, coin_key, other_key = jax.random.split(key, 3)
     places = jax.random.permutation(place_key, patches)
     corrupted = places < config.corrupted_of(patches)
     coin = jax.random.uniform(coin_key, (patches,))
     masked = corrupted & (coin < config.masked)
     replaced = corrupted & ~masked & (coin < config.masked + config.replaced)
-    own = jnp.arange(patches)
-    away = jax.random.randint(other_key, (patches,), 1, max(2, patches))  # never back to itself
-    source = jnp.where(replaced, (own + away) % patches, own)
+    index = jnp.arange(patches)
+    offset = jax.random.randint(other_key, (patches,), 1, max(2, patches))  # never 0
+    source = jnp.where(replaced, (index + offset) % patches, index)
     return corrupted, Corruption(masked, source)
 
 
 def cut_patches(
     images: Num[Array, 'b h w c'], grid: tuple[int, int], sides: tuple[int, int]
 ) -> Num[Array, 'b n p q c']:
-    """The patches of images, rows of the grid one after the other."""
+    """Splits images into patches, in row-major order; `sides` is (height, width) in pixels."""
     (rows, columns), (p, q) = grid, sides
     batch, _, _, channels = images.shape
     images = images[:, : rows * p, : columns * q]
@@ -160,9 +170,9 @@ def cut_patches(
 
 
 def mean_colours(patches: Num[Array, 'b n p q c'], cells: int) -> Int[Array, 'b n k']:
-    """The mean colour of each of cells x cells parts of a patch, from pixels of 0 to 255.
+    """Computes the mean color of each of `cells` x `cells` parts of a patch, as a class number.
 
-    A colour is a number from 0 to 511: 3 bits of red, then of green, then of blue.
+    Pixels are from 0 to 255, class numbers from 0 to 511: 3 bits each of red, green and blue.
     """
     batch, n, p, q, channels = patches.shape
     parts = patches.reshape(batch, n, cells, p // cells, cells, q // cells, channels)
@@ -174,7 +184,7 @@ def mean_colours(patches: Num[Array, 'b n p q c'], cells: int) -> Int[Array, 'b 
 def colour_metrics(
     outputs: Float[Array, 'b n m'], colours: Int[Array, 'b n k']
 ) -> dict[str, Float[Array, 'b n']]:
-    """The loss and `example_metrics` of each patch, means over its cells."""
+    """Computes the loss and `example_metrics` of each patch, as means over its cells."""
     logits = outputs.reshape(*colours.shape, COLOURS)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, colours)
     rows = logits.reshape(-1, COLOURS)

@@ -1,4 +1,4 @@
-"""How gradients become updates: schedules and optimizers."""
+"""Learning rate schedules and optimizers."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
 
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
 Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
-# The options of each optimizer, with their defaults.
+# Options of each optimizer with their defaults.
 OPTIONS: dict[str, dict[str, float]] = {
     'adamw': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8},
     'sgd': {'momentum': 0.9},
-    'adafactor': {'b1': 0.9, 'b2': 0.999},  # of its momentum; the highest that its b2 rises to
+    'adafactor': {'b1': 0.9, 'b2': 0.999},  # b1: momentum; b2: upper bound of its rising decay
 }
 _LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
 
@@ -31,26 +31,26 @@ def _steps(count: int) -> Any:
 
 
 def _require_kind(config: Any, users: list[str], option: str) -> None:
-    """The option, which is set, is one that this kind of schedule or optimizer uses."""
-    wrong = f'kind={config.kind} has no such option, it is of {" and ".join(users)}'
+    """Raises UserError unless this kind of schedule or optimizer has the option."""
+    wrong = f'kind={config.kind} does not have this option; expected kind={" or ".join(users)}'
     records.require(config.kind in users, f'{option}: {wrong}')
 
 
 @dataclasses.dataclass(kw_only=True)
 class ScheduleConfig(records.Record):
-    """The learning rate over the steps: linear warm-up from 0, then a decay."""
+    """Learning rate schedule: linear warmup from 0, decay, and optional linear cooldown to 0."""
 
-    kind: Decay = 'cosine'  # to 0; linear: to linear_end; rsqrt: 1/sqrt of steps; constant
-    learning_rate: float = 1e-3  # the peak
-    warmup: Duration = _steps(0)  # from 0 to the peak, linear
-    linear_end: float | None = None  # where a linear decay ends; None: at 1e-5, as in ViT's code
-    # Not None, so that a command line can assign its `steps`, `epochs`, ...
-    rsqrt_timescale: Duration = _steps(_RSQRT_TIMESCALE)  # t of peak / sqrt(1 + n/t), of rsqrt
-    cooldown: Duration = _steps(0)  # linear to 0 at the end, after any decay
+    kind: Decay = 'cosine'  # cosine: to 0; linear: to linear_end; rsqrt: 1/sqrt(steps); constant
+    learning_rate: float = 1e-3  # peak learning rate
+    warmup: Duration = _steps(0)  # length of the linear warmup from 0 to the peak
+    linear_end: float | None = None  # final rate of kind=linear; None: 1e-5, as in ViT's code
+    # Not None, so that the command line can set its `steps`, `epochs`, ...
+    rsqrt_timescale: Duration = _steps(_RSQRT_TIMESCALE)  # kind=rsqrt: t in peak / sqrt(1 + n/t)
+    cooldown: Duration = _steps(0)  # length of a final linear decay to 0, for every kind
 
     def check(self) -> None:
         records.require_between(self, 'learning_rate', 'linear_end', low=0)
-        records.require(any(vars(self.rsqrt_timescale).values()), 'rsqrt_timescale is 0')
+        records.require(any(vars(self.rsqrt_timescale).values()), 'rsqrt_timescale: expected > 0')
         if self.linear_end is not None:
             _require_kind(self, ['linear'], f'linear_end={self.linear_end}')
         if self.rsqrt_timescale != Duration(steps=_RSQRT_TIMESCALE):
@@ -59,16 +59,19 @@ class ScheduleConfig(records.Record):
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig(RulesConfig):
-    """AdamW, SGD with momentum, or the Adafactor of Scaling Vision Transformers."""
+    """Optimizer: AdamW, SGD with momentum, or Adafactor as in Scaling Vision Transformers.
 
-    # The rules are inherited so that the command line has short names, optimizer.weight_decay.
-    kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'  # adafactor: ViT-g's
-    b1: float | None = None  # None, of this and the next three: the optimizer's own default
-    b2: float | None = None  # of the second moment
-    epsilon: float | None = None  # of AdamW, added to the root
-    momentum: float | None = None  # of SGD
-    clip_norm: float | None = None  # of the whole gradient
-    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment
+    The default values are b1=0.9, b2=0.999, epsilon=1e-8 and momentum=0.9.
+    """
+
+    # Rules are inherited, so that flags have short names such as optimizer.weight_decay.
+    kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'  # adafactor: the variant of ViT-g
+    b1: float | None = None  # decay of the first moment (adamw, adafactor); None: default
+    b2: float | None = None  # decay of the second moment (adamw, adafactor); None: default
+    epsilon: float | None = None  # added to the root of the second moment (adamw); None: default
+    momentum: float | None = None  # momentum (sgd); None: default
+    clip_norm: float | None = None  # maximum global norm of the gradient; None: no clipping
+    moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of first moment or momentum
 
     def check(self) -> None:
         super().check()
@@ -81,20 +84,23 @@ class OptimizerConfig(RulesConfig):
 
 
 def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
-    """The learning rate at each step.
+    """Makes the schedule, which maps a step to the learning rate.
 
-    As in the paper's code the progress is counted after the warm-up, and the result is multiplied
-    by min(1, step / warmup): step 0 of a warm-up has rate 0.
+    As in the paper's code, the decay starts after the warmup, and warmup multiplies the rate by
+    min(1, step / warmup), so that the rate of step 0 is 0.
+
+    Raises:
+      UserError: If warmup and cooldown are longer than the training.
     """
     total_steps, peak = length.total_steps, config.learning_rate
     warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
     timescale = length.steps(config.rsqrt_timescale)
     end = _LINEAR_END if config.linear_end is None else config.linear_end
-    both = f'warmup of {counted(warmup, "step")} ({config.warmup}) and cooldown of {cooldown}'
-    message = f'{both} ({config.cooldown}) do not fit into {counted(total_steps, "step")}'
-    given = {'warmup': warmup, 'cooldown': cooldown}
-    fits = ' '.join(f'--config.schedule.{name}.fraction=0.1' for name in given if given[name])
-    wrong = f'config.schedule: {message}: take {fits} instead'
+    both = f'warmup ({config.warmup}) and cooldown ({config.cooldown})'
+    message = f'{both} take {counted(warmup + cooldown, "step")}, the training has {total_steps}'
+    lengths = {'warmup': warmup, 'cooldown': cooldown}
+    flags = ' '.join(f'--config.schedule.{name}.fraction=0.1' for name in lengths if lengths[name])
+    wrong = f'config.schedule: {message}; shorten them, for example {flags}'
     records.require(warmup + cooldown <= total_steps, wrong)
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:
@@ -105,7 +111,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
                 rate = peak * 0.5 * (1 + jnp.cos(jnp.pi * progress))
             case 'linear':
                 rate = end + (peak - end) * (1 - progress)
-            case 'rsqrt':  # continuous at the end of the warm-up (Scaling Vision Transformers)
+            case 'rsqrt':  # continuous at the end of the warmup (Scaling Vision Transformers)
                 rate = peak / jnp.sqrt(1 + after / timescale)
             case 'constant':
                 rate = jnp.asarray(peak, jnp.float32)
@@ -123,7 +129,11 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
 def make_optimizer(
     config: OptimizerConfig, schedule: Schedule, rules: Rules
 ) -> optax.GradientTransformation:
-    """The optimizer; what the rules freeze has no moments and no part in the clipped norm."""
+    """Makes the optimizer. Parameters that `rules` freeze have no moments.
+
+    Their gradients must be zero (see `Rules.stop_frozen_gradients`), so that `clip_norm` ignores
+    them.
+    """
     steps = []
     if config.clip_norm is not None:
         steps.append(optax.clip_by_global_norm(config.clip_norm))
@@ -132,50 +142,50 @@ def make_optimizer(
     steps += [optax.add_decayed_weights(amount, mask) for amount, mask in rules.weight_decays]
     factors = rules.lr_multipliers
     if any(np.any(factor != 1) for factor in jax.tree.leaves(factors)):
-        steps.append(optax.stateless(lambda given, _: jax.tree.map(operator.mul, given, factors)))
+        steps.append(optax.stateless(lambda grads, _: jax.tree.map(operator.mul, grads, factors)))
     return optax.chain(*steps, optax.scale_by_learning_rate(schedule))
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
-    given = {name: getattr(config, name) for name in OPTIONS[config.kind]}
-    use = OPTIONS[config.kind] | {name: value for name, value in given.items() if value is not None}
+    fields = {name: getattr(config, name) for name in OPTIONS[config.kind]}
+    options = OPTIONS[config.kind] | {k: value for k, value in fields.items() if value is not None}
     match config.kind:
         case 'adamw':
-            b1, b2, epsilon = use['b1'], use['b2'], use['epsilon']
+            b1, b2, epsilon = options['b1'], options['b2'], options['epsilon']
             return optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
         case 'sgd':
-            return optax.trace(use['momentum'], accumulator_dtype=config.moment_dtype)
+            return optax.trace(options['momentum'], accumulator_dtype=config.moment_dtype)
         case 'adafactor':
-            return _adafactor(use['b1'], use['b2'], config.moment_dtype)
+            return _adafactor(options['b1'], options['b2'], config.moment_dtype)
         case other:
             assert_never(other)
 
 
 def count_moments(config: OptimizerConfig) -> int:
-    """Returns how many values the optimizer stores per parameter of a large matrix."""
+    """Returns the number of values that the optimizer stores per parameter of a large matrix."""
     matrix = jax.ShapeDtypeStruct((1024, 1024), np.float32)
     state = jax.eval_shape(_moments(config).init, {'kernel': matrix})
     return sum(leaf.size for leaf in jax.tree.leaves(state)) // matrix.size
 
 
 def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransformation:
-    """Second moments as rows and columns, no scaling by parameters, momentum added again."""
+    """Makes Adafactor with factored second moments and momentum, without parameter scaling."""
 
     def decay(step: Any, exponent: float) -> Any:
         return jnp.minimum(b2, 1 - (step + 1.0) ** -exponent)
 
-    def scaled(least_side: int, *, vectors: bool) -> optax.GradientTransformation:
+    def scale(min_size: int, *, vectors: bool) -> optax.GradientTransformation:
         rms = optax.scale_by_factored_rms(
-            min_dim_size_to_factor=least_side, decay_rate_fn=decay, epsilon=1e-30
+            min_dim_size_to_factor=min_size, decay_rate_fn=decay, epsilon=1e-30
         )
 
-        def are(name: str, leaf: Any) -> bool:  # the stacked depth is no side
+        def selects(name: str, leaf: Any) -> bool:  # ignores the axis of stacked blocks
             return (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors
 
-        return optax.masked(rms, functools.partial(tree_names.map_named, are))
+        return optax.masked(rms, functools.partial(tree_names.map_named, selects))
 
     return optax.chain(
-        scaled(least_side=2**62, vectors=True),  # never as rows and columns
-        scaled(least_side=32, vectors=False),  # as in big_vision; optax has 128
+        scale(min_size=2**62, vectors=True),  # never factored
+        scale(min_size=32, vectors=False),  # big_vision's value; the default of optax is 128
         optax.ema(b1, debias=False, accumulator_dtype=moment_dtype),
     )

@@ -1,4 +1,4 @@
-"""One step of training, a pure function: (state, batch) -> (state, metrics)."""
+"""The training step, a pure function (state, batch) -> (state, metrics)."""
 
 import functools
 from collections.abc import Callable
@@ -15,38 +15,38 @@ from vit_jax.training.optimizer import Schedule
 
 Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
 
-# What a key is for: no key serves two purposes. DROP folds in the step, and with accumulation the
-# part of the batch; AUGMENT and CORRUPT fold in the epoch and the number of each example, so that
-# an example does not depend on the batch that it falls into.
+# Purposes of keys; no key has two purposes. DROP folds in the step, and with accumulation the part
+# of the batch. AUGMENT and CORRUPT fold in the epoch and the number of each example, so that an
+# example does not depend on its batch.
 INITIALISE, AUGMENT, DROP, CORRUPT = range(4)
 
 
 class TrainState(NamedTuple):
-    """All that changes: after `step` updates, these are the parameters and their optimizer."""
+    """State of training after `step` updates."""
 
     step: Int[Array, '']
     params: Params
     opt_state: Any
-    ema_params: Params | None  # Polyak average of the parameters, where it is asked for
+    ema_params: Params | None  # Polyak average of the parameters; None: no average
 
     @staticmethod
     def initial(
         params: Params, optimizer: optax.GradientTransformation, *, averaged: bool = False
     ) -> 'TrainState':
-        """The state before the first step; `averaged`: with the average that `polyak_decay` moves.
+        """Makes the state before the first step, with `ema_params` if `averaged` is True.
 
-        The parameters are arrays of jax.
+        Parameters must be jax arrays.
         """
         average = jax.tree.map(jnp.copy, params) if averaged else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
 
     @property
     def eval_params(self) -> Params:
-        """The parameters to evaluate and to keep: the average where there is one."""
+        """Parameters to evaluate and export: `ema_params` if not None, otherwise `params`."""
         return self.params if self.ema_params is None else self.ema_params
 
     def split(self) -> tuple[Params, dict[str, Any]]:
-        """The parameters to keep, and what else the next step needs: what a checkpoint holds."""
+        """Splits the state into `eval_params` and the rest, as checkpoints store it."""
         rest = {'step': self.step, 'optimizer': self.opt_state}
         if self.ema_params is not None:
             rest['params'] = self.params
@@ -54,19 +54,19 @@ class TrainState(NamedTuple):
 
     @staticmethod
     def join(eval_params: Params, rest: dict[str, Any]) -> 'TrainState':
-        """The inverse of `split`."""
+        """Inverts `split`."""
         if 'params' in rest:
             return TrainState(rest['step'], rest['params'], rest['optimizer'], eval_params)
         return TrainState(rest['step'], eval_params, rest['optimizer'], None)
 
 
 def key_for(seed: int, purpose: int, step: Int[Array, ''] | int) -> Key[Array, '']:
-    """The key of one purpose at one step."""
+    """Returns the key of a purpose at a step."""
     return jax.random.fold_in(purpose_key(seed, purpose), step)
 
 
 def purpose_key(seed: int, purpose: int) -> Key[Array, '']:
-    """The key of one purpose, from which others are made."""
+    """Returns the key of a purpose, from which other keys are derived."""
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
@@ -77,7 +77,7 @@ def make_init(
     seed: int,
     averaged: bool,
 ) -> Callable[[], TrainState]:
-    """The state before the first step, as a function to be compiled into its place."""
+    """Makes a function that returns the state before the first step, for compilation with jit."""
 
     def initial_state() -> TrainState:
         return TrainState.initial(init(key_for(seed, INITIALISE, 0)), optimizer, averaged=averaged)
@@ -92,10 +92,17 @@ def make_loss_sums(
     *,
     rows_of: RowsOf | None = None,
 ) -> Callable[..., BatchSums]:
-    """Sums over the unmasked examples of a batch, for training and evaluation alike.
+    """Makes the function that computes loss and metrics, in training and evaluation.
 
-    `loss_sums(params, batch, key=None)` sums the `loss` and each of `example_metrics`; a key
-    switches dropout on. `rows_of(logits, targets)` returns rows to pass on (see `BatchSums`).
+    Args:
+      apply: Maps (params, images, key) to logits; see `Model`.
+      loss: Maps (logits, targets) to one loss per example.
+      normalize: Maps images with pixels from 0 to 255 to the input of the model.
+      rows_of: Maps (logits, targets) to outputs of each example, for `BatchSums.rows`.
+
+    Returns:
+      `loss_sums(params, batch, key=None)`, which sums the loss and each of `example_metrics` over
+      the unmasked examples of a batch. A key enables dropout.
     """
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
@@ -118,14 +125,14 @@ def make_update(
     accumulation_steps: int = 1,
     polyak_decay: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The update step: gradients of the mean loss over the unmasked examples, one optimizer step.
+    """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
-    `schedule` is that of the optimizer, to report the rate. `augment` is applied to each batch;
-    `stop_frozen_gradients` gives the parameters without a gradient for those that are frozen. If
-    the loss or the gradient is not finite, only the counters of steps advance, that of the state
-    and that of the schedule, and the metric `skipped` is 1. With `accumulation_steps=k` the
-    gradients of k parts of the batch are summed one after the other: the same update with the
-    activations of one part in memory.
+    If the loss or the gradient norm is not finite, the update is skipped: the state keeps its
+    values, except for the step counters of state and schedule, and the metric `skipped` is 1.
+
+    `loss_sums` is described in `make_loss_sums`. `schedule` is the optimizer's, for the metric
+    `learning_rate`. With `accumulation_steps=k`, gradients of k parts of the batch are summed one
+    after the other. The update is the same, with activations of only one part in memory.
     """
 
     @functools.partial(accumulated, parts=accumulation_steps)
@@ -147,14 +154,14 @@ def make_update(
         average = state.ema_params
         if polyak_decay is not None:
             average = optax.incremental_update(params, average, 1 - polyak_decay)
-        # Decided before the state is overwritten, so that its memory can be reused. Not
-        # optax.apply_if_finite: it looks at the gradient alone, lets the average of the parameters
-        # move on, and after a number of bad steps in a row applies one.
+        # Selected here and not by the caller, so that the old state's memory can be reused. Not
+        # optax.apply_if_finite, which checks only the gradient, does not cover the average of
+        # parameters, and applies an update after a number of bad steps in a row.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updated = TrainState(state.step, params, opt_state, average)
 
         def select(new: Any, old: Any) -> Any:
-            # A skipped step has its place in the schedule.
+            # Skipped steps advance the schedule.
             return new if _is_schedule(new) else jnp.where(finite, new, old)
 
         after = jax.tree.map(select, updated, state, is_leaf=_is_schedule)
@@ -174,16 +181,16 @@ def _is_schedule(node: Any) -> bool:
 
 
 def accumulated(gradients: Gradients, parts: int) -> Gradients:
-    """The same sums over the whole batch, computed one part after the other.
+    """Returns `gradients` computed on one part of the batch after the other, and summed.
 
-    A part takes every `parts`-th example, so that each device goes on working on its own.
+    A part takes every `parts`-th example, so that examples stay on their devices.
     """
     if parts == 1:
         return gradients
 
     def summed(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, BatchSums]:
         def part(examples: Batch, positions: Int[Array, 'p']) -> tuple[Params, BatchSums]:
-            # The first of every `parts`-th position is the number of the part.
+            # The first position is the index of the part.
             return gradients(params, examples, jax.random.fold_in(key, positions[0]))
 
         positions = jnp.arange(len(batch['mask']))

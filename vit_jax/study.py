@@ -2,7 +2,7 @@
 
     python -m vit_jax.study --config=configs/studies/pooling.py:small --workdir=DIR
 
-A study is one or more grids of experiments, repeated with several seeds. Incomplete runs are trained
+A study has one or more grids of experiments, repeated with several seeds. Its incomplete runs train
 one after the other with vit_jax.train, each in its own work directory, DIR/GRID/VALUE-VALUE-seedN.
 Run the same command again to resume a study that was stopped. Several hosts that share DIR can run
 it at the same time; each trains runs that no other host is training. If a run fails, the study

@@ -385,9 +385,7 @@ class Run:
     def _probe(self, step: int, state: TrainState) -> tuple[dict[str, Any], str]:
         """Runs the few-shot evaluation and writes fewshot.json. Returns metrics and a summary."""
         experiment, workdir, _ = self.opened
-        assert (
-            experiment.probes is not None
-        )  # the caller evaluates `fewshot` only if it is configured
+        assert experiment.probes is not None  # `_evaluations` checks config.fewshot
         evaluator, params = self.programs.evaluators['fewshot'], state.eval_params
         features_of = features_by(evaluator, params, watch=self.job.tick_each)
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)

@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _verdict(result: StepMemory | DoesNotFit) -> str:
     if isinstance(result, DoesNotFit):
         return f'does not fit: {_gib(result.needed) if result.needed else "more"} needed'
-    return f'fits: {_gib(result.peak)} peak, of which {_gib(result.state)} are state and batch'
+    return f'fits: {_gib(result.peak)} peak, including {_gib(result.state)} of state and batch'
 
 
 def _gib(count: int) -> str:

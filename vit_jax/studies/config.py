@@ -16,8 +16,8 @@ class Grid(Record):
 
     `axes` maps each value of an axis to the fields that it changes, such as
     {'depth': {'6': {'model.depth': 6}, '12': {'model.depth': 12}}}. If `start_from` names an
-    earlier grid, this grid is run from the checkpoint of each run of that grid, with its model,
-    its seed, and its values in the tables. `best` of the earlier grid selects the checkpoint.
+    earlier grid, the experiments start from the checkpoint of each run of that grid, with its model
+    and seed. `best` of the earlier grid selects the step of the checkpoint.
     """
 
     changes: dict[str, Any] = default(dict)  # FIELD: new value, for all experiments of the grid

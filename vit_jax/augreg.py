@@ -4,6 +4,7 @@ Without NAME it lists the checkpoints that have short names. Programs take these
 path, for example augreg:B/16. With NAME, such as B/16 or R26+S/32, it downloads the index of "How
 to train your ViT?", lists all checkpoints of that variant, best first, and picks one by the paper's
 rule: pre-trained on ImageNet-21k, with the best validation accuracy. --download fetches it.
+If the index cannot be downloaded, --index=FILE.csv reads another copy.
 """
 
 import argparse

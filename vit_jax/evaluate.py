@@ -150,7 +150,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = app.new_parser('evaluate', __doc__)
     parser.add_argument('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
     parser.add_argument('--data', required=True, metavar='DATA', help=f'labeled images: {EXPECTED}')
-    text = 'split or slice, such as train[90%%:]; default: the one that the run evaluated, or test'
+    text = 'split or slice, such as train[90%%:]; default: as evaluated by the run, else test'
     parser.add_argument('--split', metavar='NAME', help=text)
     text = "file with labels that replace the data's labels, such as ReaL's real.json"
     parser.add_argument('--labels', metavar='FILE.json', help=text)

@@ -1,6 +1,6 @@
 """Evaluates frozen features with few labels: python -m vit_jax.fewshot --config=FILE ...
 
-    python -m vit_jax.fewshot --config=configs/fewshot/linear.py --config.start_from=CHECKPOINT \
+    python -m vit_jax.fewshot --config=configs/fewshot/linear.py --config.start_from=CHECKPOINT \\
         --config.data=DATA --workdir=DIR
 
 By default it fits few-shot linear probes; --config.fewshot.* selects shots, seeds, data sets, and

@@ -15,8 +15,7 @@ from vit_jax.distributed.processes import Job
 def main(arguments: argparse.Namespace, job: Job) -> int:
     """Fine-tunes like `train.main`. Raises UserError if `config.start_from` is not set."""
     has_checkpoint = arguments.config.start_from is not None
-    expected = 'expected a file, a work directory, or a name such as augreg:S/16-in21k'
-    require(has_checkpoint, f'--config.start_from is not set; {expected}')
+    require(has_checkpoint, '--config.start_from is not set; expected the checkpoint to fine-tune')
     return train.main(arguments, job)
 
 

@@ -79,12 +79,12 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('plan', __doc__)
     app.add_config(parser, workdir=False)
-    parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help='such as v5e:4x4')
+    text = 'devices to compile for, such as v5e:4x4'
+    parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help=text)
     for name, text in ('num_classes', 'classes'), ('num_images', 'training images'):
-        text = f'number of {text}; default: from the model or the data'
+        text = f'number of {text}; default: as in the data'
         parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
-    text = 'also search for the largest batch that fits, which takes minutes'
-    parser.add_argument('--largest', action='store_true', help=text)
+    parser.add_argument('--largest', action='store_true', help='also search the largest batch')
     return parser
 
 

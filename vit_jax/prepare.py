@@ -21,7 +21,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('prepare', __doc__)
     parser.add_argument('name', metavar='NAME', help='data set of TFDS, such as cifar10')
-    parser.add_argument('--data_dir', metavar='DIR', help='default: ~/tensorflow_datasets')
+    text = 'directory to write; default: ~/tensorflow_datasets'
+    parser.add_argument('--data_dir', metavar='DIR', help=text)
     return parser
 
 

@@ -125,22 +125,22 @@ class Experiment(NamedTuple):
 def build_experiment(
     config: TrainConfig, *, devices: Sequence[jax.Device] | None = None, dtype: Any = 'auto'
 ) -> Experiment:
-    """Builds the experiment of a configuration.
+    """Builds an experiment from a configuration.
 
     Args:
       config: The configuration. The experiment has a checked copy, which is never changed.
       devices: Devices to train on, which need not be attached (`vit_jax.plan`); None: all devices.
-      dtype: Replaces `compute.dtype=auto`, for example by the dtype of a resumed run.
+      dtype: Value for `compute.dtype=auto`, such as the dtype of a resumed run; `auto`: by device.
 
     Raises:
       UserError: For values that are inconsistent, or do not fit the data or the devices.
     """
     config = records.checked(config, where='config')
     if config.total is None:
-        raise UserError('config.total is not set; expected for example --config.total.epochs=7')
+        raise UserError('config.total is not set; expected a length: --config.total.epochs=7')
 
-    opened = make_opener(config.held_out)
-    train, evaluated = _open_data(config, opened)
+    opener = make_opener(config.held_out)
+    train, evaluated = _open_data(config, opener)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
 
     start = open_start(config)
@@ -171,7 +171,7 @@ def build_experiment(
         length=length,
         train=reader(train, crop=host_crop(config.augmentation, preprocessing)),
         evals={name: reader(source) for name, source in evaluated.items()},
-        probes=open_probes(few, config.data, opened, reader) if (few := config.fewshot) else None,
+        probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
         init=meshes.traced_on(mesh, init),
         update=update,
         evaluator=make_evaluator(eval_sums, batches),
@@ -179,11 +179,11 @@ def build_experiment(
     )
 
 
-def _open_data(config: TrainConfig, opened: Opener) -> tuple[Source, dict[str, Source]]:
+def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, Source]]:
     """Opens the training images, and the images of each evaluation by name."""
-    train = opened(config.data, config.train_split, classes=config.classes)
+    train = opener(config.data, config.train_split, classes=config.classes)
     evaluated = {
-        name: opened(one.data or config.data, one.split, one.labels, config.classes)
+        name: opener(one.data or config.data, one.split, one.labels, config.classes)
         for name, one in config.evaluations.items()
     }
     refuse(label_problems(config, train, evaluated))
@@ -244,7 +244,7 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
     if objective is not None:
         return for_patches(model, objective)
     text = f'{records.text_of(config.data)} has {counted(classes, "class")}'
-    wrong = f'config.model.num_classes={model.num_classes}: {text}; pass none to use their number'
+    wrong = f'config.model.num_classes={model.num_classes}: {text}; expected none or {classes}'
     require(model.num_classes in (None, classes), wrong)
     return dataclasses.replace(model, num_classes=classes, head=config.head or model.head)
 
@@ -267,7 +267,7 @@ def choose_compute(
       model: The architecture.
       mesh: The devices.
       planned: Whether the devices are not attached. Their memory is then taken as unlimited.
-      dtype: Replaces `compute.dtype=auto`. `auto`: bfloat16 where the devices are fast at it.
+      dtype: Value for `compute.dtype=auto`; `auto`: bfloat16 on devices with fast bfloat16.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
     dtype = dtype if config.compute.dtype == 'auto' else config.compute.dtype

@@ -63,7 +63,7 @@ def train(
       accept_changes: Whether to resume a run that has another configuration.
       accept_data: Whether to resume a run although its data changed.
       job: This process of a multi-process job; None: a single process.
-      profile: Steps to profile on process 0. range(3, 6) profiles the steps from state 3 to 6.
+      profile: Steps to profile on process 0. range(3, 6) profiles three steps, from state 3 to 6.
 
     Returns:
       The final state, the newest metrics and the path of the last checkpoint.
@@ -73,7 +73,7 @@ def train(
       NotFinite: If the training diverges. The message has the path of the last good checkpoint.
       Interrupted: If the process was told to stop (SIGTERM, SIGHUP, Ctrl-C), after saving.
     """
-    # `logging` is imported first by a program, and counts milliseconds since its import.
+    # `relativeCreated`: milliseconds since the import of `logging`, early in a program's start.
     clock = Clock(0.0 if job is None else logging.makeLogRecord({}).relativeCreated / 1000)
     job = job or Job()
     console = console_of(job)

@@ -64,7 +64,7 @@ def find_sources(
 
 
 def record_split(source: Source) -> SplitRecord:
-    """Lists the images of a split, with sizes of the first `LOOKS` files or of all images."""
+    """Lists the images of a split. Reads at most `LOOKS` sizes if they are not in memory."""
     indices, classes = range(len(source)), source.class_names
     looks = indices if source.sizes_in_memory else indices[:LOOKS]
     labels = ['?'] * len(source)
@@ -112,14 +112,14 @@ def compare_data(
       workdir: The work directory.
       sources: The splits by name (see `find_sources`).
       job: This process of a job.
-      accept: Whether to accept changed data.
+      accept: Whether to accept changed data, if the number of classes is unchanged.
 
     Yields:
       A function that waits up to the given number of seconds for the comparison of the remaining
       sizes, and raises its UserError if there is one.
 
     Raises:
-      UserError: If data of a run with checkpoints changed, unless `accept` is True, or if the data
+      UserError: If the data of a run with checkpoints changed and is not accepted, or if the data
         differs between processes.
     """
     path, recorded, stop = workdir.folder / DATA, Splits(), threading.Event()

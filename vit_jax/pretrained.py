@@ -259,12 +259,9 @@ def load(
 
     Args:
       path: A local path, or the name of a remote checkpoint (see checkpoints/remote.py).
-      grid: Grid of the position embeddings (rows, columns), if the file does not contain it.
-      num_heads: Number of attention heads, if the file does not contain it.
-      gelu: Formula of the GELU in MLPs, if the file does not contain it.
-      layer_norm_epsilon: Epsilon of LayerNorm, if the file does not contain it.
-      image_size: Resizes position embeddings to images of this (height, width). 'stored' keeps
-        them.
+      grid, num_heads, gelu, layer_norm_epsilon: Facts that the file may lack. `grid` is the
+        (rows, columns) of the position embeddings.
+      image_size: Resizes position embeddings to this (height, width); 'stored' keeps them.
       patch_size: Resizes the patch embedding to patches of this (height, width).
       channels: Adapts the patch embedding to images with this number of channels.
       num_classes: None removes the head. A number replaces it with a head of zeros.

@@ -36,9 +36,6 @@ def probe(
 
     Returns:
       The result, and the path of the file that contains it.
-
-    Raises:
-      UserError: For invalid input.
     """
     job = job or Job()
     config = records.checked(config, where='config')

@@ -111,7 +111,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
             )
             experiment, workdir, _ = stack.enter_context(run)
             folder = workdir.folder
-            _say('workdir', f'{folder} is writable')
+            _say('workdir', f'{folder}: writable')
             has_begun = bool(digests.steps(folder / FOLDER))
         model, count = experiment.model.config, len(experiment.train.source)
         classes = counted(len(experiment.train.source.class_names), 'class')

@@ -269,8 +269,7 @@ def load(
       dtype: Type of matrix products. Parameters, norms and outputs are float32.
 
     Raises:
-      UserError: If the checkpoint cannot be read, or cannot be changed as requested.
-      MissingFile: If there is no file at the path.
+      UserError: If the checkpoint is missing (MissingFile), or cannot be read or changed.
     """
     path, size = os.fspath(path), _pair(image_size)
     hints = Hints(

@@ -376,7 +376,7 @@ class Run:
         result = evaluate(state.eval_params, reader, watch=self.job.tick_each)
         self.evals[name] = result.means
         numbers = result.means | {'count': result.num_images}
-        text = f'{eval_summary({name: result.means})} of {counted(result.num_images, "image")}'
+        text = f'{eval_summary({name: result.means})} on {counted(result.num_images, "image")}'
         if unreadable := len(reader.source) - result.num_images:
             numbers['unreadable'] = unreadable
             text += f', {unreadable:,} unreadable'

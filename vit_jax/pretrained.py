@@ -106,7 +106,7 @@ class Loaded:
         """The model's functions. Raises UserError for a custom head whose function is missing."""
         head = self.config.head
         expected = 'pass it with load(..., head=FUNCTION), or --head=FILE.py:FUNCTION'
-        custom = f'the head is the function {getattr(head, "name", "")}, which checkpoints lack'
+        custom = f'the head is the function {getattr(head, "name", "")}, not part of the checkpoint'
         require(not isinstance(head, Elsewhere), f'{custom}; {expected}')
         return build(self.config, compute=self.compute)
 

@@ -23,14 +23,14 @@ def asked(folder, *flags, count=1, **more):
 def test_the_doctor_does_what_a_training_does_before_it_compiles(tmp_path):
     workdir = f'--workdir={tmp_path / "run"}'
     codes, text = asked(tmp_path, TINY, workdir, '--config.seed=3', '--watchdog_seconds=60')
-    assert codes == [0] and text.endswith('all is well\n'), text
+    assert codes == [0] and text.endswith('all checks passed\n'), text
     for line in f'workdir     {tmp_path / "run"}: ', 'data        1,438 training images':
         assert f'\n{line}' in text
     kept = json.loads((tmp_path / 'run/config.json').read_text())
     assert kept['seed'] == 3 and not (tmp_path / 'run/checkpoints').exists()
     (tmp_path / 'run/checkpoints/5').mkdir(parents=True)  # of an experiment that has begun
     codes, text = asked(tmp_path, TINY, workdir, '--config.seed=4')
-    assert codes == [1] and 'seed: 3 -> 4' in text and 'all is well' not in text
+    assert codes == [1] and 'seed: 3 -> 4' in text and 'all checks passed' not in text
     codes, text = asked(tmp_path, workdir)
     assert codes == [1] and '--config is missing' in text
 

@@ -14,7 +14,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `load` and `save` on first use: the model needs jax and flax only."""
+    """Imports `load` and `save` on first use, so that models need only jax and flax."""
     if name in __all__:
         from vit_jax import pretrained
 

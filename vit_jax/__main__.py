@@ -8,7 +8,7 @@ import sys
 
 
 def programs() -> dict[str, str]:
-    """Returns what each program does, by name: the first line of its file. Imports nothing."""
+    """Returns the summary of each program by name, from its docstring. Imports nothing."""
     files = sorted(pathlib.Path(__file__).parent.glob('*.py'))
     texts = {file.stem: file.read_text() for file in files if file.stem != '__main__'}
     return {
@@ -19,14 +19,14 @@ def programs() -> dict[str, str]:
 
 
 def documentation() -> pathlib.Path | None:
-    """Returns its first page: of a checkout, or as installed in the environment."""
-    beside, page = pathlib.Path(__file__).parent.parent, 'share/doc/vit_jax/index.md'
-    pages = beside / 'docs' / 'index.md', pathlib.Path(sys.prefix, page), beside / page
+    """Finds the first page of the documentation, in a checkout or as installed."""
+    parent, page = pathlib.Path(__file__).parent.parent, 'share/doc/vit_jax/index.md'
+    pages = parent / 'docs' / 'index.md', pathlib.Path(sys.prefix, page), parent / page
     return next((page for page in pages if page.is_file()), None)
 
 
 def main() -> None:
-    """Runs the program that the first argument names with the others."""
+    """Runs the program named by the first argument with the remaining arguments."""
     name, *arguments = sys.argv[1:] or ['--help']
     if name == 'help' and arguments:
         name, arguments = arguments[0], ['--help']
@@ -42,14 +42,14 @@ def main() -> None:
     else:
         from vit_jax.base.records import nearest
 
-        print(f'error: no program {name!r}; {nearest(name, programs())}', file=sys.stderr)
+        print(f'error: unknown program {name!r}; {nearest(name, programs())}', file=sys.stderr)
         sys.exit(2)
 
 
 def _list_programs() -> None:
     if hasattr(signal, 'SIGPIPE'):  # not on Windows
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` has read enough
-    print('vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ...; each has --help\n')
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes stdout early
+    print('usage: vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ... (--help for its flags)\n')
     for name, text in programs().items():
         print(f'  {name:<14}{text}')
     if (page := documentation()) is not None:

@@ -1,10 +1,10 @@
-"""Finds published checkpoints: python -m vit_jax.augreg [NAME].
+"""Lists published checkpoints: python -m vit_jax.augreg [NAME].
 
-Without NAME it lists the checkpoints that have short names, which go wherever a checkpoint goes:
-augreg:B/16. With a NAME, `B/16` or `R26+S/32`, it fetches the published index of "How to train your
-ViT?", lists the checkpoints of that variant, the best first, and says which one the published rule
-picks: the one pre-trained on ImageNet-21k with the best validation accuracy. --download fetches it.
---index=FILE.csv reads another copy of the index.
+Without NAME it lists the checkpoints that have short names. Programs take these names in place of a
+path, for example augreg:B/16. With NAME, such as B/16 or R26+S/32, it downloads the index of "How
+to train your ViT?", lists all checkpoints of that variant, best first, and picks one by the paper's
+rule: pre-trained on ImageNet-21k, with the best validation accuracy. --download fetches it.
+If the index cannot be downloaded, --index=FILE.csv reads another copy.
 """
 
 import argparse
@@ -18,13 +18,13 @@ INDEX = f'{AUGREG_FOLDER}/index.csv'
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the published checkpoints."""
+    """Prints the table of short names, or the checkpoints of one variant."""
     if arguments.name is not None:
         is_url = arguments.index.startswith(('gs://', 'https://'))
         path = str(remote.fetch(arguments.index)[0]) if is_url else arguments.index
         _print_variant(published.read_index(path), arguments.name, arguments.download)
         return 0
-    require(not arguments.download, '--download: expected a NAME, such as B/16')
+    require(not arguments.download, '--download: NAME is missing; pass a variant, such as B/16')
     for short, file in FILES.items():
         copy = f' or {file.copy}' if file.copy else ''
         print(f'{short:<22}{file.mebibytes:>6,} MiB  {file.address}{copy}')
@@ -32,7 +32,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _print_variant(rows: list[Row], name: str, download: bool) -> None:
-    """Prints the checkpoints of a variant, and the picked one with its fine-tunings."""
+    """Prints the checkpoints of a variant, and the picked one with its fine-tuned versions."""
     picked = published.pick(rows, name)
     for row in published.list_variant(rows, name):
         print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
@@ -49,12 +49,12 @@ def _print_variant(rows: list[Row], name: str, download: bool) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('augreg', __doc__)
-    parser.add_argument('name', nargs='?', metavar='NAME', help='a variant, such as B/16')
-    parser.add_argument('--index', default=INDEX, metavar='FILE.csv', help=f'({INDEX})')
-    text = 'download the picked file'
-    parser.add_argument('--download', action='store_true', help=text)
+    parser.add_argument('name', nargs='?', metavar='NAME', help='variant, such as B/16')
+    text = f'another copy of the index; default: {INDEX}'
+    parser.add_argument('--index', default=INDEX, metavar='FILE.csv', help=text)
+    parser.add_argument('--download', action='store_true', help='download the picked file')
     return parser
 
 

@@ -1,11 +1,11 @@
-"""Writes a checkpoint in another layout: python -m vit_jax.convert IN OUT --format=FORMAT.
+"""Converts a checkpoint to another format: python -m vit_jax.convert IN OUT --format=FORMAT.
 
-IN is a checkpoint of any kind: ours, an npz of vision_transformer or big_vision, a safetensors or
-PyTorch file of timm, a directory of Hugging Face. Without --format, OUT has the layout of IN,
-or the one that its ending names: timm for .safetensors, stablehlo for .stablehlo.
+IN is a vit_jax checkpoint, an npz file of vision_transformer or big_vision, a safetensors or
+PyTorch file of timm, or a Hugging Face directory. Without --format, OUT keeps the format of IN,
+unless the ending of OUT implies another one: timm for .safetensors, stablehlo for .stablehlo.
 
-stablehlo is a program, from photos to probabilities, that needs jax alone: it is run, and not
-read back (the page "A network as a program" of the documentation).
+stablehlo is an exported program that maps photos to probabilities. It needs only jax to run, and
+cannot be converted back (docs/export.md).
 """
 
 import argparse
@@ -20,11 +20,11 @@ from vit_jax.pretrained import load, save
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Converts a checkpoint; prints what was read, and what a reader of OUT needs to know."""
+    """Converts a checkpoint; prints what was read, and notes for users of the new file."""
     output = pathlib.Path(arguments.output)
     require_local(arguments.output)
     if not (arguments.overwrite or is_free(output)):
-        raise UserError(f'{output}: exists already; --overwrite replaces it')
+        raise UserError(f'{output}: exists already; pass --overwrite to replace it')
     changes = app.overrides(arguments)
     if arguments.drop_head:
         changes['num_classes'] = None
@@ -32,21 +32,21 @@ def main(arguments: argparse.Namespace) -> int:
     format = format_for(output, arguments.format, loaded.format)
     notes = save(loaded, output, format, overwrite=arguments.overwrite, dtype=arguments.dtype)
     print('\n'.join([*loaded.report, *notes]))
-    print(f'written: {output} ({format} layout)')
+    print(f'written: {output} ({format} format)')
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('convert', __doc__)
-    parser.add_argument('input', metavar='IN', help='a checkpoint of any format')
-    parser.add_argument('output', metavar='OUT', help='a file; huggingface, vit_jax: a directory')
-    parser.add_argument('--format', choices=NAMES, help='the layout to write')
-    text = "of the numbers in OUT (the file's; bfloat16 rounds them, and no npz says it)"
+    parser.add_argument('input', metavar='IN', help='checkpoint to convert')
+    parser.add_argument('output', metavar='OUT', help='file (huggingface, vit_jax: directory)')
+    parser.add_argument('--format', choices=NAMES, help='format of OUT; default: see above')
+    text = 'type of the parameters in OUT; bfloat16 rounds them (no npz files); default: as in IN'
     parser.add_argument('--dtype', choices=['float32', 'bfloat16'], help=text)
-    parser.add_argument('--overwrite', action='store_true', help='replace OUT')
+    parser.add_argument('--overwrite', action='store_true', help='replace OUT if it exists')
     app.add_overrides(parser)
-    parser.add_argument('--drop_head', action='store_true', help='write it without its head')
+    parser.add_argument('--drop_head', action='store_true', help='leave out the head')
     return parser
 
 

@@ -1,10 +1,10 @@
-"""Checks this host for a training, without training: python -m vit_jax.doctor.
+"""Checks devices, data and work directory before a training: python -m vit_jax.doctor.
 
-Started like a training (same flags, on every host), it connects the processes, compares packages
-and code, and sums one number of each device. With --config it opens the data, traces the step, and
-reads the checkpoint to start from, as a training does before it compiles. With --workdir it checks
-that the directory is shared, can be written and belongs to no other experiment.
---workdir=gs://BUCKET/FOLDER without --config tries all that a run needs there.
+Start it like the training: same flags, on every host. It connects the processes, compares packages
+and code between hosts, and sums one number per device. With --config it opens the data, traces the
+training step and reads the checkpoint of config.start_from, as a training does before it compiles.
+With --workdir it also checks that the directory is shared, writable and not used by another
+experiment. --workdir=gs://BUCKET/FOLDER without --config checks the permissions that a run needs.
 """
 
 import argparse
@@ -32,33 +32,33 @@ from vit_jax.experiment.build import build_experiment
 from vit_jax.models import parameter_count
 
 _ON_CPU = (
-    "NVIDIA GPUs are here, but jax computes on the CPU: pip install 'vit_jax[cuda]' (CUDA 12, a "
-    "driver of at least 525) or 'vit_jax[cuda13]' (580), and no JAX_PLATFORMS=cpu"
+    "this host has NVIDIA GPUs, but jax uses the CPU: pip install 'vit_jax[cuda]' (CUDA 12, driver "
+    "525 or newer) or 'vit_jax[cuda13]' (driver 580 or newer), and unset JAX_PLATFORMS=cpu"
 )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints what it finds. Raises UserError for the first fault."""
+    """Prints a row per check. Raises UserError at the first failed check."""
     launch, workdir = app.launch(arguments), arguments.workdir
     alone = workdir is not None and arguments.config is None
-    wrong = f'--workdir={workdir}: --config is missing; expected that of the experiment'
+    wrong = f'--workdir={workdir}: --config is missing; pass the --config of the experiment'
     require(not alone or storage.is_remote(workdir), wrong)
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in workdirs.installed_packages().items()))
     _say('decoding', image_decoding.describe_decoder())
     with joined_job(launch, app.report) as job:
-        _say('cluster', str(job) if job.count > 1 else 'none detected: one process')
+        _say('cluster', str(job) if job.count > 1 else 'none detected, one process')
         app.prepare_devices(processes=job.count)
         folder = jax.config.values['jax_compilation_cache_dir']
         is_kept = folder and jax.config.values['jax_enable_compilation_cache']
-        _say('compiled', f'cache of compiled programs: {folder if is_kept else "none"}')
+        _say('compiled', f'compilation cache: {folder if is_kept else "none"}')
         _check_devices(job)
         if arguments.config is not None:
             _check_training(job, arguments)
         elif alone:
             storage.require_usable(storage.folder(workdir))
             _say('workdir', f'{workdir}: objects can be written, read, listed and removed')
-    _say('result', 'all is well')
+    _say('result', 'all checks passed')
     return 0
 
 
@@ -67,20 +67,20 @@ def _say(name: str, text: str) -> None:
 
 
 def _check_devices(job: Job) -> None:
-    """Compares the hosts, then lets all devices compute one sum."""
+    """Compares software and devices between hosts, then sums one number per device."""
     job.require_same('packages and code', workdirs.installed_software())
     local, everyone = jax.local_devices(), jax.devices()
     kind = local[0].device_kind
-    _say('devices', f'{len(local)} x {kind} here, {len(everyone)} in all processes')
+    _say('devices', f'{len(local)} x {kind} in this process, {len(everyone)} in total')
     if gpus := _find_gpus():
         _say('driver', f'{len(gpus)} x NVIDIA {gpus[0]}')
         require(local[0].platform != 'cpu', _ON_CPU)
-    job.require_same('devices', {'of each process': len(local), 'kind': kind})
+    job.require_same('devices', {'per process': len(local), 'kind': kind})
     start = time.monotonic()
     mesh = meshes.make_mesh(meshes.MeshConfig())
     ones = meshes.put(np.ones(len(everyone), np.float32), meshes.batch_sharding(mesh))
     total = float(jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))(ones))
-    require(total == len(everyone), f'the sum over {len(everyone)} devices is {total}')
+    require(total == len(everyone), f'sum over {len(everyone)} devices: got {total}')
     _say('collective', f'sum over {len(everyone)} devices in {time.monotonic() - start:.1f} s')
 
 
@@ -95,7 +95,7 @@ def _find_gpus() -> list[str]:
 
 
 def _check_training(job: Job, arguments: argparse.Namespace) -> None:
-    """Does what the training does before it compiles."""
+    """Runs the checks that a training runs before it compiles."""
     config, has_begun = arguments.config, False
     with contextlib.ExitStack() as stack:
         if arguments.workdir is None:
@@ -111,7 +111,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
             )
             experiment, workdir, _ = stack.enter_context(run)
             folder = workdir.folder
-            _say('workdir', f'{folder}: can be written')
+            _say('workdir', f'{folder}: writable')
             has_begun = bool(digests.steps(folder / FOLDER))
         model, count = experiment.model.config, len(experiment.train.source)
         classes = counted(len(experiment.train.source.class_names), 'class')
@@ -120,7 +120,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
         _say('length', counted(experiment.length.total_steps, 'step'))
         job.reset_watchdog()
         training_run.lower_update(experiment, training_run.abstract_state(experiment))
-        _say('step', 'model, loss and update fit each other')
+        _say('step', 'traced: model, loss and update fit together')
         if experiment.start is not None and not has_begun:
             job.reset_watchdog()
             experiment.transferred(experiment.start, jax.eval_shape(experiment.init).params)
@@ -128,7 +128,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     return app.new_job_parser('doctor', __doc__, required=False)
 
 

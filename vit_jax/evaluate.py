@@ -1,9 +1,9 @@
-"""Measures a checkpoint on labelled images: python -m vit_jax.evaluate CHECKPOINT --data=DATA.
+"""Evaluates a classifier on labeled images: python -m vit_jax.evaluate CHECKPOINT --data=DATA.
 
-CHECKPOINT is of any kind that vit_jax.load reads, DATA of any kind that a configuration takes.
-Classes are matched by name if the checkpoint has names. A checkpoint in the work directory of a run
-is measured on the images that the run held out, unless flags name others. --out=DIR writes
-evaluation.json (all numbers, also of each class), confusion.npz and its picture, confusion.png.
+CHECKPOINT has any format that vit_jax.load reads. DATA is any value of --config.data. Classes are
+matched by name if the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work
+directory of a run, the default split of the run's data is the one that the run evaluated. --out=DIR
+writes evaluation.json (all metrics, also per class), confusion.npz and confusion.png.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from vit_jax.pretrained import Loaded, load
 from vit_jax.studies import results
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
-_SHOWN = 10  # classes, and confusions, on the screen
+_SHOWN = 10  # printed classes, and printed confusions
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the metrics, the classes with the lowest ones, and the most frequent confusions.
+    """Prints the metrics, the worst classes and the most frequent confusions.
 
-    Returns 1 if some images cannot be read, which are left out, 0 otherwise.
+    Unreadable images are skipped. Returns 1 if there are any, else 0.
     """
     if arguments.out:
         output.outlive_readers()
@@ -67,10 +67,10 @@ def main(arguments: argparse.Namespace) -> int:
         pairs = pairs if len(pairs) < 5 else [*pairs[:3], '...', pairs[-1]]
         print(output.printable(f'classes matched by order: {", ".join(pairs)}'))
     if trained:
-        text = f'the run was trained on {trained:,} of these {counted(len(source), "image")}'
-        print(f'warning: {text}: their accuracy says nothing about new images')
+        text = f'{trained:,} of these {counted(len(source), "image")} are training images'
+        print(f'warning: {text}; their accuracy says nothing about new images')
     for gap in origin.gaps if origin else []:
-        print(f'warning: {gap}: not all training images are known')
+        print(f'warning: {gap}; some training images may be missed')
     print()
     print('\n'.join(_describe_report(report)))
     if arguments.out:
@@ -80,7 +80,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _are_relabelled(open_split: Opener, arguments: argparse.Namespace, split: str) -> bool:
-    """Returns whether --labels replaces labels of one class per image, if those are known."""
+    """Returns whether --labels replaces labels of one class per image.
+
+    True if the data has several labels to choose from, so that its own labels are unknown.
+    """
     if arguments.labels is None:
         return False
     try:
@@ -90,20 +93,20 @@ def _are_relabelled(open_split: Opener, arguments: argparse.Namespace, split: st
 
 
 def _describe_report(report: HeadReport) -> list[str]:
-    """Returns the means, the classes with the lowest numbers, the most frequent confusions."""
+    """Formats the metrics, the worst classes and the most frequent confusions."""
     lines = [f'{_format_name(n):<24}{results.text_of(n, x):>8}' for n, x in report.means.items()]
     name = 'average_precision' if 'average_precision' in report.classes[0] else 'accuracy'
     worst = sorted(report.classes, key=lambda one: one[name])[:_SHOWN]
-    fewer = ', the lowest' if len(worst) < len(report.classes) else ''
-    lines.append(f'\n{_format_name(name)} of each class{fewer}:')
+    fewer = f' (lowest {_SHOWN})' if len(worst) < len(report.classes) else ''
+    lines.append(f'\n{_format_name(name)} per class{fewer}:')
     lines += [
         f'  {one[name]:8.2%} of {one["images"]:,}  {output.printable(one["class"])}'
         for one in worst
     ]
     confusions = report.confusions()[:_SHOWN]
-    lines += ['', 'most often confused:'] if confusions else []
+    lines += ['', 'most frequent confusions:'] if confusions else []
     for one in confusions:
-        pair = output.printable(f'{one["class"]}, taken for {one["taken_for"]}')
+        pair = output.printable(f'{one["class"]}, predicted as {one["taken_for"]}')
         lines.append(f'  {one["images"]:>6,}  {pair}')
     return lines
 
@@ -119,7 +122,7 @@ def _write_files(
     arguments: argparse.Namespace,
     measured: dict[str, Any],
 ) -> None:
-    """Writes all numbers, and how they were measured."""
+    """Writes the metrics with the evaluation settings, and the confusion matrix."""
     values = {'data': arguments.data, 'labels': arguments.labels, **measured} | {
         'checkpoint': shown(arguments.checkpoint),
         'origin': loaded.origin,
@@ -142,17 +145,17 @@ def _write_files(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('evaluate', __doc__)
-    parser.add_argument('checkpoint', metavar='CHECKPOINT')
-    parser.add_argument('--data', required=True, metavar='DATA', help=EXPECTED)
-    text = "or a slice, such as train[90%%:] (the test split of the checkpoint's run, or test)"
+    parser.add_argument('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
+    parser.add_argument('--data', required=True, metavar='DATA', help=f'labeled images: {EXPECTED}')
+    text = 'split or slice, such as train[90%%:]; default: as evaluated by the run, else test'
     parser.add_argument('--split', metavar='NAME', help=text)
-    text = "labels that replace those of the data, such as ReaL's real.json"
+    text = "file with labels that replace the data's labels, such as ReaL's real.json"
     parser.add_argument('--labels', metavar='FILE.json', help=text)
-    text = "match classes by their order, not by name: the data's first class is output 0"
+    text = "match classes by order instead of by name: the data's first class is output 0"
     parser.add_argument('--by_number', action='store_true', help=text)
-    text = 'write all numbers and the confusion matrix'
+    text = 'directory for evaluation.json, confusion.npz and confusion.png; default: not written'
     parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
     app.add_reading(parser)
     return parser

@@ -1,4 +1,12 @@
-"""Probes a checkpoint with few labels: python -m vit_jax.fewshot --config.start_from=CHECKPOINT."""
+"""Evaluates frozen features with few labels: python -m vit_jax.fewshot --config=FILE ...
+
+    python -m vit_jax.fewshot --config=configs/fewshot/linear.py --config.start_from=CHECKPOINT \\
+        --config.data=DATA --workdir=DIR
+
+By default it fits few-shot linear probes; --config.fewshot.* selects shots, seeds, data sets, and
+other probes: kNN, logistic regression, episodes. DIR/fewshot.json receives the protocol and all
+accuracies.
+"""
 
 import argparse
 
@@ -9,7 +17,7 @@ from vit_jax.experiment import probing_run
 
 
 def main(arguments: argparse.Namespace, job: Job) -> int:
-    """Evaluates; prints the accuracies and the file that holds the whole protocol."""
+    """Evaluates the checkpoint, then prints the accuracies and the path of fewshot.json."""
     result, path = probing_run.probe(
         arguments.config,
         arguments.workdir,
@@ -25,13 +33,13 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         for note in values['notes']:
             print(note)
     for name, reason in result['missing'].items():
-        print(f'{name}: left out: {reason}')
+        print(f'{name}: skipped: {reason}')
     print(f'protocol and accuracies: {path}')
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     return app.new_job_parser('fewshot', __doc__, trains=False)
 
 

@@ -1,6 +1,7 @@
 """Fine-tunes a checkpoint: python -m vit_jax.finetune --config=... --config.start_from=CHECKPOINT.
 
-The same training as vit_jax.train, from the parameters of a checkpoint.
+Trains like vit_jax.train, with initial parameters from CHECKPOINT: a file, a work directory, or a
+name such as augreg:S/16-in21k.
 """
 
 import argparse
@@ -12,15 +13,14 @@ from vit_jax.distributed.processes import Job
 
 
 def main(arguments: argparse.Namespace, job: Job) -> int:
-    """Trains. Raises UserError if no checkpoint is given."""
-    how = '--config.start_from=FILE, WORKDIR or a name such as augreg:S/16-in21k'
-    given = arguments.config.start_from is not None
-    require(given, f'fine-tuning needs a checkpoint: {how}')
+    """Fine-tunes like `train.main`. Raises UserError if `config.start_from` is not set."""
+    is_set = arguments.config.start_from is not None
+    require(is_set, 'config.start_from is not set; pass --config.start_from=FILE or WORKDIR')
     return train.main(arguments, job)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     return app.new_job_parser('finetune', __doc__)
 
 

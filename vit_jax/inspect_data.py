@@ -1,8 +1,8 @@
-"""Looks at images before training: python -m vit_jax.inspect_data --config=... --config.data=DATA.
+"""Checks a data set before training: python -m vit_jax.inspect_data --config=FILE --workdir=DIR.
 
-Prints splits, classes, counts, sizes, unreadable files, images that are stored twice, and all that
-would stop a training. Writes it to WORKDIR/data.json, and draws some images in WORKDIR/data.png, as
-evaluation and training see them.
+Prints splits, classes, counts, image sizes, unreadable files, duplicate images, and every problem
+that would stop a training. DIR/data.json receives the same. DIR/data.png shows images as evaluation
+and training see them. --config.data=DATA selects the data.
 """
 
 import argparse
@@ -33,20 +33,20 @@ from vit_jax.training.update import AUGMENT, purpose_key
 
 SHEET, SUMMARY = 'data.png', 'data.json'
 _ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
-_SHOWN = 5  # of a long list
-_LISTS = {  # the lists of a Scan, and what is printed after their counts
-    'misnamed': ', readable with the ending of another format:',
-    'duplicates': ', the same bytes twice:',
-    'contradictory': ', the same bytes in two classes:',
+_SHOWN = 5  # printed entries of a long list
+_LISTS = {  # lists of a Scan, and the text after their counts
+    'misnamed': ' (the ending of another image format):',
+    'duplicates': ' (equal files):',
+    'contradictory': ' (equal files in different classes):',
     'unreadable': '',
 }
 
 
 class Problems(list[str]):
-    """Why a training would be rejected, each reason once."""
+    """Reasons for which a training would be rejected, without repetitions."""
 
     def catch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Returns what the function returns; lists a UserError instead, and returns None."""
+        """Calls the function and returns its result. Lists a UserError and returns None."""
         try:
             return function(*arguments, **options)
         except UserError as error:
@@ -54,7 +54,7 @@ class Problems(list[str]):
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Scans every split, prints a summary, draws images; returns 1 if training would fail."""
+    """Scans every split, prints a summary and draws images. Returns 1 if there are problems."""
     config, folder = arguments.config, storage.folder(arguments.workdir)
     make_folder(folder)
     opener, problems = make_opener(config.held_out), Problems()
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     scans, readable_images = _scan(sources, reader_of)
     unreadable = sum(len(scan.unreadable) for scan in scans.values())
     if unreadable and config.loader.on_unreadable != 'skip':
-        remedy = 'repair or remove, or leave out by --config.loader.on_unreadable=skip'
+        remedy = 'repair or remove them, or pass --config.loader.on_unreadable=skip'
         problems.append(f'{counted(unreadable, "image")} cannot be read: {remedy}')
     shared = list[str]()
     if train is not None:
@@ -77,7 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
         problems.catch(_write_sheet, folder / SHEET, config, *readers, readable_images)
         shared += _describe_shared(train, tests) if isinstance(config.data, str) else []
     for line in shared:
-        print(f'shared         {line}: their accuracy says nothing about new images')
+        print(f'shared         {line}; their accuracy says nothing about new images')
     splits = {split: dataclasses.asdict(scan) for split, scan in scans.items()}
     values = {'data': text_of(config.data), 'problems': problems, 'splits': splits}
     write_json(folder / SUMMARY, values | {'shared': shared})
@@ -90,7 +90,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _open_parts(
     config: TrainConfig, opener: Opener, problems: Problems
 ) -> tuple[Source | None, dict[str, Source]]:
-    """Opens the images to train on and, by split, to evaluate, as a run does; lists problems."""
+    """Opens the training images and the evaluated splits as a run does. Lists problems."""
     open_split = functools.partial(problems.catch, opener, config.data, classes=config.classes)
     own = [one.split for one in config.evaluations.values() if one.data is None]
     train, tests = open_split(config.train_split), {split: open_split(split) for split in own}
@@ -106,7 +106,7 @@ def _open_parts(
 def _open_splits(
     config: TrainConfig, used: Iterable[str], opener: Opener, problems: Problems
 ) -> dict[str, Source]:
-    """Opens all splits, the training split first, or the `used` ones of data by a function."""
+    """Opens all splits, the training split first. Opens only `used` if data is a function."""
     names, first = used, split_names(config.train_split)
     if isinstance(config.data, str):
         names = problems.catch(open_splits, config.data, config.held_out) or used
@@ -116,7 +116,7 @@ def _open_splits(
 
 
 def _describe_shared(train: Source, tests: dict[str, Source]) -> Iterator[str]:
-    """Yields a line about each split that has images with names of training images."""
+    """Yields a line for each split that shares image names with the training split."""
     trained = {*train.read_names(range(len(train)))}
     for split, source in tests.items():
         if count := len(trained.intersection(source.read_names(range(len(source))))):
@@ -126,7 +126,7 @@ def _describe_shared(train: Source, tests: dict[str, Source]) -> Iterator[str]:
 def _scan(
     sources: dict[str, Source], reader_of: Callable[..., loading.ImageReader]
 ) -> tuple[dict[str, Scan], dict[str, Known]]:
-    """Scans and prints every split, under a progress bar; also returns the readable images."""
+    """Scans and prints every split. Returns the scans and the readable images."""
     scans, readable_images = dict[str, Scan](), dict[str, Known]()
     with futures.ThreadPoolExecutor(loading.cores()) as pool, output.progress() as bar:
         for split, source in sources.items():
@@ -138,7 +138,7 @@ def _scan(
 
 
 def _describe(scan: Scan) -> Iterator[str]:
-    """Yields the lines about a split, the long lists cut short."""
+    """Yields the lines about a split, with at most `_SHOWN` entries of each list."""
     if scan.classes:
         names = [*scan.classes]
         more = f', ... {names[-1]}' if len(names) > _SHOWN else ''
@@ -147,12 +147,12 @@ def _describe(scan: Scan) -> Iterator[str]:
         images = counted(scan.classes[fewest], 'image')
         if scan.classes[fewest] < scan.classes[most]:
             images += f' ({fewest}) to {scan.classes[most]:,} ({most})'
-        yield f'  a class has  {images}'
+        yield f'  class size   {images}'
     formats = ', '.join(f'{count:,} {kind}' for kind, count in scan.formats.items())
-    yield f'  stored as    {formats or "nothing that can be read"}'
+    yield f'  formats      {formats or "no readable image"}'
     if scan.height:
         height, width = ('/'.join(map(str, side)) for side in (scan.height, scan.width))
-        yield f'  pixels       height {height}, width {width} (minimum/median/maximum)'
+        yield f'  pixels       height {height}, width {width} (min/median/max)'
     for name, text in _LISTS.items():
         images = getattr(scan, name)
         if images or name == 'unreadable':
@@ -167,14 +167,14 @@ def _write_sheet(
     trained: loading.ImageReader,
     readable_images: dict[str, Known],
 ) -> None:
-    """Draws training images as evaluation sees them, and as training does in its first epochs.
+    """Draws training images as evaluation and the first epochs of training see them.
 
-    Raises UserError if no image can be read.
+    Raises UserError if no image is readable.
     """
     source = evaluated.source
     names = source.read_names(range(len(source)))
     indices = [index for index, name in enumerate(names) if name in readable_images][:_ROWS]
-    require(bool(indices), f'none of {len(source)} training images can be read')
+    require(bool(indices), f'none of {len(source)} training images is readable')
     examples = [evaluated.example(loading.ExampleRef(index)) for index in indices]
     columns = [[image for image, _ in examples]]
     targets = functools.partial(targets_of, num_classes=len(source.class_names))
@@ -195,7 +195,7 @@ def _write_sheet(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('inspect_data', __doc__)
     app.add_config(parser)
     return parser

@@ -1,12 +1,12 @@
-"""Compiles a training step for devices that are not attached, and prints whether it fits.
+"""Tests whether a training step fits in the memory of devices that are not attached.
 
     python -m vit_jax.plan --config=FILE --topology=v5e:4x4
 
-needs no accelerator: `pip install 'vit_jax[tpu]'` brings the compiler of TPUs. The program is the
-step that `vit_jax.train` runs on such devices. A topology is KIND:SHAPE (v5e:4x4, v6e:16x16,
-v5p:4x4x8), or 2*v5e:16x16 for two slices; of GPUs it is KIND:HOSTSxGPUS (h100:1x8). With --largest
-it also looks for the largest batch that fits, which takes minutes. On TPUs the numbers are up to a
-tenth less than those of the training, unless they are near the limit.
+It compiles the step that vit_jax.train would run, and needs no accelerator. For TPUs it needs their
+compiler: pip install 'vit_jax[tpu]'. A TPU topology is KIND:SHAPE (v5e:4x4, v6e:16x16, v5p:4x4x8),
+or 2*v5e:16x16 for two slices. A GPU topology is KIND:HOSTSxGPUS (h100:1x8). --largest also searches
+for the largest batch that fits, which takes minutes. On TPUs the printed memory can be up to 10 %
+too low, except near the limit.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from vit_jax.training.duration import Duration
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints what fits on the topology; the exit code: 1 if the batch does not."""
-    jax.config.update('jax_platforms', 'cpu')  # a compiler needs no device
-    jax.config.update('jax_enable_compilation_cache', False)  # but the cache does
+    """Prints memory and compile time. Returns 1 if the configured batch does not fit, else 0."""
+    jax.config.update('jax_platforms', 'cpu')  # compilation needs no device
+    jax.config.update('jax_enable_compilation_cache', False)  # the cache needs a device
     classes, images = arguments.num_classes, arguments.num_images
     config = memory_plan.without_data(arguments.config, num_classes=classes, num_images=images)
     where = ahead_of_time.find_topology(arguments.topology)
@@ -42,20 +42,20 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'model       {parameter_count(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')
     parts = mesh.shape['data'] * mesh.shape['fsdp']
-    print(f'batch       {batch_size:,} images, {batch_size // parts} a device', flush=True)
+    print(f'batch       {batch_size:,} images, {batch_size // parts} per device', flush=True)
     assert compute.remat != 'auto'
     for policy, result in memory_plan.try_policies(config, compute.remat, where):
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
     best = (batch_size, result) if isinstance(result, StepMemory) else None
     if arguments.largest:
-        print('looking for the largest batch, which takes minutes', file=sys.stderr, flush=True)
-        # The same number of steps: fewer, in as many epochs, could be less than the warm-up.
+        print('searching the largest batch: takes minutes', file=sys.stderr, flush=True)
+        # With a length in epochs, a larger batch could have fewer steps than the warm-up.
         steps = Duration(steps=experiment.length.total_steps)
         config = dataclasses.replace(memory_plan.with_policy(config, policy), total=steps)
         best = memory_plan.find_largest_batch(config, where, result)
     if best is None:
-        print('nothing fits: use more devices, a smaller batch (--largest looks for it), ', end='')
-        print('config.accumulation_steps or config.mesh.fsdp')
+        print('does not fit: use more devices, a smaller batch (--largest searches it), ', end='')
+        print('--config.accumulation_steps or --config.mesh.fsdp')
         return 1
     largest, memory = best
     if arguments.largest:
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _verdict(result: StepMemory | DoesNotFit) -> str:
     if isinstance(result, DoesNotFit):
         return f'does not fit: {_gib(result.needed) if result.needed else "more"} needed'
-    return f'fits: {_gib(result.peak)} at once, {_gib(result.state)} of it state and batch'
+    return f'fits: {_gib(result.peak)} peak, including {_gib(result.state)} of state and batch'
 
 
 def _gib(count: int) -> str:
@@ -76,15 +76,15 @@ def _gib(count: int) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('plan', __doc__)
     app.add_config(parser, workdir=False)
-    parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help='such as v5e:4x4')
-    for name, text in ('num_classes', 'classes'), ('num_images', 'images to train on'):
-        text = f'{text}, in place of those of the data'
+    text = 'devices to compile for, such as v5e:4x4'
+    parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help=text)
+    for name, text in ('num_classes', 'classes'), ('num_images', 'training images'):
+        text = f'number of {text}; default: as in the data'
         parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
-    text = 'look for the largest batch too: minutes more'
-    parser.add_argument('--largest', action='store_true', help=text)
+    parser.add_argument('--largest', action='store_true', help='also search the largest batch')
     return parser
 
 

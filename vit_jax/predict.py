@@ -1,10 +1,10 @@
-"""Names what is in images: python -m vit_jax.predict CHECKPOINT IMAGE...
+"""Classifies images: python -m vit_jax.predict CHECKPOINT IMAGE...
 
-CHECKPOINT is of any kind that vit_jax.load reads, an IMAGE is a file or a folder. Prints the five
-most probable classes of each image, or, if the model was trained with sigmoid, all above 50 %.
---output=FILE.csv or --format=csv writes a line of path, class and probability for each class;
-FILE.jsonl or --format=jsonl writes an object for each image. --features=OUT.npz writes the input of
-the head, with the paths of the images.
+CHECKPOINT has any format that vit_jax.load reads. IMAGE is a file or a folder. Prints the five most
+probable classes of each image. If the model was trained with a sigmoid loss, it prints all classes
+above 50 % instead. --format=csv or --output=FILE.csv writes one line (path, class, probability) per
+class. --format=jsonl or --output=FILE.jsonl writes one JSON object per image. --features=OUT.npz
+writes the features (the input of the head) and the paths of the images.
 """
 
 import argparse
@@ -33,16 +33,16 @@ from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import batches_on_all_devices
 from vit_jax.pretrained import Loaded, OutputName, load
 
-FORMATS = {'': 'text', '.txt': 'text', '.csv': 'csv', '.jsonl': 'jsonl'}  # by ending of --output
-_MANY, _LIKELY = 5, 0.5  # classes, if one is right; a probability, if several may be
+FORMATS = {'': 'text', '.txt': 'text', '.csv': 'csv', '.jsonl': 'jsonl'}  # by suffix of --output
+_MANY, _LIKELY = 5, 0.5  # number of classes for softmax; minimal probability for sigmoid
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints or writes the classes of each image; returns 1 if some images cannot be read."""
+    """Prints or writes the classes of each image. Returns 1 if some images are unreadable."""
     suffix = pathlib.Path(arguments.output or '').suffix.lower()
     form: str = arguments.format or FORMATS.get(suffix, '')
     expected = 'expected FILE.csv, FILE.jsonl or FILE.txt, or --format'
-    require(bool(form), f'--output={arguments.output}: {expected}')
+    require(bool(form), f'--output={arguments.output}: unknown ending; {expected}')
     _check_paths(arguments)
     if arguments.output or arguments.features:
         output.outlive_readers()
@@ -60,7 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
     wanted += ['features'] if arguments.features else []
     paths, features = list[str](), list[np.ndarray]()
     batches = batches_on_all_devices(reader, arguments.batch_size)
-    # A terminal shows printed lines above the bar.
+    # On a terminal, printed lines appear above the progress bar.
     bar = output.progress(redirect_stdout=sys.stdout.isatty())
     with bar, open_output(arguments.output, form) as file:
         if form == 'csv':
@@ -87,18 +87,18 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check_paths(arguments: argparse.Namespace) -> None:
-    """Raises UserError for a path that cannot be used, before anything is read."""
+    """Raises UserError if an output file exists already or cannot be written."""
     for path in filter(None, (arguments.output, arguments.features)):
         exists = os.path.exists(path) and not arguments.overwrite
-        require(not exists, f'{path}: exists already; --overwrite replaces it')
+        require(not exists, f'{path}: exists already; pass --overwrite to replace it')
         can_write = os.access(pathlib.Path(path).absolute().parent, os.W_OK)
-        require(can_write, f'{path}: expected a file in an existing folder that can be written')
+        require(can_write, f'{path}: its folder is missing or not writable')
 
 
 def _compute_outputs(
     loaded: Loaded, wanted: Sequence[OutputName], mesh: Mesh, batches: Iterable[Batch]
 ) -> Iterator[tuple[int, dict[OutputName, np.ndarray]]]:
-    """Yields the index and the outputs of each image that can be read."""
+    """Yields the index and the outputs of each readable image."""
     params = jax.device_put(loaded.params, meshes.replicated(mesh))
     on_devices = dataclasses.replace(loaded, params=params)
     for batch in batches:
@@ -111,9 +111,9 @@ def _compute_outputs(
 
 @contextlib.contextmanager
 def open_output(path: str | None, form: str) -> Iterator[Any]:
-    """Opens stdout (None), or a file that replaces `path` when it is complete.
+    """Opens stdout if `path` is None, else a file that replaces `path` when it is complete.
 
-    Tables in files start with a byte order mark, which Excel needs for UTF-8.
+    CSV files start with a byte order mark, which Excel needs to detect UTF-8.
     """
     if path is None:
         yield sys.stdout
@@ -135,7 +135,7 @@ def most_probable(
 
 
 def write_classes(file: Any, path: str, classes: Sequence[tuple[str, float]], form: str) -> None:
-    """Writes the classes of an image as text, as lines of CSV, or as a line of JSON."""
+    """Writes the classes of one image as one line of text, CSV lines, or one line of JSON."""
     if form == 'csv':
         rows = [[path, name, str(share)] for name, share in classes]
         csv.writer(file, lineterminator='\n').writerows(rows or [[path, '', '']])
@@ -150,36 +150,36 @@ def write_classes(file: Any, path: str, classes: Sequence[tuple[str, float]], fo
 
 
 def _read_class_names(loaded: Loaded, path: str | None) -> list[str]:
-    """Returns the names in a file of one per line, or the checkpoint's, or numbers."""
+    """Returns the class names in a file, else the checkpoint's, else `class 0`, `class 1`, ..."""
     count = loaded.config.num_classes or 0
     if path is None:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
     with usable(path):
         names = pathlib.Path(path).read_text('utf-8-sig').rstrip().splitlines()
-    require(len(names) == count, f'--class_names={path}: {len(names)} lines for {count} classes')
+    require(len(names) == count, f'--class_names={path}: got {len(names)} lines; expected {count}')
     return names
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:
-    """Shortens names such as `tabby, tabby cat` to their first synonym if it is unique."""
+    """Shortens names such as `tabby, tabby cat` to the first synonym if it is unique."""
     first = [name.partition(', ')[0] for name in names]
     uses = collections.Counter(first)
     return [one if uses[one] == 1 else name for one, name in zip(first, names, strict=True)]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('predict', __doc__)
     add = parser.add_argument
-    add('checkpoint', metavar='CHECKPOINT')
-    add('images', metavar='IMAGE', nargs='+', help='files or folders')
-    text = 'classes of each image (5; of a model trained with sigmoid those above 50%%)'
+    add('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
+    add('images', metavar='IMAGE', nargs='+', help='image files, or folders of images')
+    text = 'classes per image; default: 5, or all above 50%% after training with a sigmoid loss'
     add('--top', type=app.positive, metavar='N', help=text)
-    add('--format', choices=['text', 'csv', 'jsonl'], help="(that of FILE's ending, or text)")
-    add('--output', type=app.local_path, metavar='FILE', help='default: standard output')
-    add('--class_names', metavar='FILE', help="one name per line; default: the checkpoint's")
-    add('--features', type=app.local_path, metavar='OUT.npz', help='write paths and features')
-    add('--overwrite', action='store_true', help='replace FILE and OUT.npz if they exist')
+    add('--format', choices=['text', 'csv', 'jsonl'], help='default: by ending of FILE, or text')
+    add('--output', type=app.local_path, metavar='FILE', help='file to write; default: stdout')
+    add('--class_names', metavar='FILE', help='class names, one per line; default: as stored')
+    add('--features', type=app.local_path, metavar='OUT.npz', help='write features and paths')
+    add('--overwrite', action='store_true', help='replace existing files of --output, --features')
     app.add_reading(parser)
     return parser
 

@@ -1,7 +1,8 @@
-"""Prepares a named data set of TFDS as ArrayRecord: python -m vit_jax.prepare NAME.
+"""Downloads a TFDS data set and writes it as ArrayRecord: python -m vit_jax.prepare NAME.
 
-Needs the extra `tf` and, for most sets, a network. Neither is needed to read what it writes, with
---config.data=tfds:NAME.
+Needs TensorFlow (pip install 'vit_jax[tf]') and, for most data sets, an internet connection.
+--config.data=tfds:NAME then reads the files without either. The environment variable TFDS_DATA_DIR
+replaces the default of --data_dir.
 """
 
 import argparse
@@ -11,16 +12,17 @@ from vit_jax.data.sources import tfds
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prepares it and prints its folder."""
+    """Prepares the data set, then prints its directory."""
     print(tfds.download_and_prepare(arguments.name, arguments.data_dir))
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('prepare', __doc__)
-    parser.add_argument('name', metavar='NAME', help='such as cifar10, or imagenet2012')
-    parser.add_argument('--data_dir', metavar='DIR', help='TFDS_DATA_DIR, or ~/tensorflow_datasets')
+    parser.add_argument('name', metavar='NAME', help='data set of TFDS, such as cifar10')
+    text = 'directory to write; default: ~/tensorflow_datasets'
+    parser.add_argument('--data_dir', metavar='DIR', help=text)
     return parser
 
 

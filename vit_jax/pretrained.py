@@ -1,4 +1,4 @@
-"""Models from checkpoints of any format: `load`, use, `save`."""
+"""Loads, applies and saves models, in the checkpoint format of any supported library."""
 
 import dataclasses
 import functools
@@ -34,16 +34,17 @@ from vit_jax.models import (
 from vit_jax.models.taps import Reduction
 
 ZERO_HEAD = (
-    'the head is all zeros, as in the published ImageNet-21k files: it predicts nothing; '
+    'the head is all zeros, as in the published ImageNet-21k files, so it cannot classify; '
     'fine-tune it, or use the features'
 )
-_PROJECTS = 'its head is a projection, for comparison with texts: it has no classes'
+_PROJECTS = 'the head is a projection for comparison with text embeddings and has no classes'
 _REGRESSES = (
-    'this model has no classes: its head is a regression, or has one output of unknown meaning; '
-    'call `logits` in Python to get its numbers'
+    'the head is a regression, or one output of unknown meaning, and has no classes; '
+    'call `logits` in Python to get its output'
 )
 OutputName = Literal['logits', 'probabilities', 'features']
-# Images may be this many times brighter than any that `prepare` makes: noise is, 0 to 255 is more.
+# Largest accepted ratio to the largest value that `prepare` can return. It accepts images with
+# added noise, and rejects values from 0 to 255.
 _HEADROOM = 8
 
 
@@ -52,21 +53,21 @@ class Loaded:
     """A pre-trained model with its card.
 
     `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
-    `config.image_size` as `prepare` makes them: floating-point numbers (for the published models
-    from -1 to 1). They raise UserError for images of another size or type, or with much larger
-    numbers. They can be used under jit, vmap and grad, where numbers are not checked and parameters
-    are constants; `model.apply(params, images)` takes parameters as an argument. Two objects are
-    equal if card, parameters and compute options are equal. It can be pickled.
+    `config.image_size`, normalized as by `prepare` (for the published models, floats from -1 to 1).
+    They raise UserError for images of another size or type, or with much larger values. They work
+    under jit, vmap and grad, where values are not checked and the parameters are constants;
+    `model.apply(params, images)` takes the parameters as an argument. Two objects are equal if
+    card, parameters and compute options are equal. Objects can be pickled.
     """
 
     card: Card
     params: Params  # in host memory
-    report: tuple[str, ...] = ('a network that is in no file',)  # what was found and changed
+    report: tuple[str, ...] = ('a model without a file',)  # what was read and changed, in lines
     ignored: tuple[str, ...] = ()  # names of arrays in the file that the model does not use
     format: str = opening.OURS  # one of opening.NAMES
     layout: Layout | None = None
     compute: Compute = dataclasses.field(default_factory=lambda: Compute(dtype='float32'))
-    origin: tuple[str, ...] = ()  # of a download: URL, commit, digests
+    origin: tuple[str, ...] = ()  # URL, commit and digests of a downloaded checkpoint
 
     def __repr__(self) -> str:
         return '\n'.join(self.report)
@@ -97,16 +98,16 @@ class Loaded:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes; () if the checkpoint has none."""
+        """The class names; () if the checkpoint has none."""
         return self.card.class_names
 
     @functools.cached_property
     def model(self) -> Model:
-        """The model's functions. Raises UserError if only the name of its head is stored."""
+        """The model's functions. Raises UserError for a custom head whose function is missing."""
         head = self.config.head
-        way = 'load(..., head=FUNCTION), or --head=FILE.py:FUNCTION, hands it over'
-        named = f'its head is the function {getattr(head, "name", "")}, which no checkpoint holds'
-        require(not isinstance(head, Elsewhere), f'{named}: {way}')
+        expected = 'pass it with load(..., head=FUNCTION), or --head=FILE.py:FUNCTION'
+        custom = f'the head is the function {getattr(head, "name", "")}, not part of the checkpoint'
+        require(not isinstance(head, Elsewhere), f'{custom}; {expected}')
         return build(self.config, compute=self.compute)
 
     def with_params(
@@ -118,11 +119,11 @@ class Loaded:
     ) -> 'Loaded':
         """Returns the model with other parameters, for example fine-tuned ones.
 
-        `class_names` and `loss` stay as they are if they are None. Raises UserError for parameters
-        of other names or shapes.
+        If `class_names` or `loss` is None, it is kept. Raises UserError for parameters with other
+        names or shapes.
         """
-        given, own = (tree_names.named_leaves(each) for each in (params, self.params))
-        tree_names.compare_names(given, own, where='params')
+        new, old = (tree_names.named_leaves(each) for each in (params, self.params))
+        tree_names.compare_names(new, old, where='params')
         card = self.card
         if class_names is not None:
             card = dataclasses.replace(card, class_names=tuple(class_names))
@@ -137,28 +138,28 @@ class Loaded:
         return of_classes and has_trained_head(self.params)
 
     def require_head(self, *, of_classes: bool = True) -> None:
-        """Raises UserError if there is no trained head, or none `of_classes`."""
+        """Raises UserError if there is no trained head, or with `of_classes`, no classifier."""
         if self.config.num_classes is None:
-            raise UserError('the checkpoint has no head: use the features, or fine-tune it')
+            raise UserError('the checkpoint has no head; use its features, or fine-tune it')
         if self.card.projects:
-            require(not of_classes, f'{_PROJECTS}: use logits, the features, or fine-tune it')
+            require(not of_classes, f'{_PROJECTS}; use logits or features, or fine-tune it')
         elif self.card.regresses:
             require(not of_classes, _REGRESSES)
         elif not self.predicts:
             raise UserError(ZERO_HEAD)
 
     def prepare(self, image: Any) -> Float[np.ndarray, 'h w c']:
-        """Prepares an image for the model.
+        """Decodes, resizes, crops and normalizes an image for the model.
 
         Args:
-          image: The path of a file, its bytes, a PIL image, or a uint8 array (h w), (h w 1) or
-            (h w 3).
+          image: The path of an image file, its bytes, a PIL image, or a uint8 array (h w), (h w 1)
+            or (h w 3).
 
         Raises:
-          UserError: For anything else.
+          UserError: For any other value, or if the model does not take 3 channels.
         """
-        channels = f'the network takes {self.config.channels} channels, which you have to prepare'
-        require(self.config.channels == 3, f'{channels}; `prepare` makes 3')
+        channels = f'the model takes {self.config.channels} channels, but `prepare` returns 3'
+        require(self.config.channels == 3, f'{channels}; normalize the images in your own code')
         decoded = _decoded(image, exif_rotation=self.preprocessing.exif_rotation)
         cut = self.preprocessing.crop(decoded, self.config.image_size, None)
         return np.asarray(normalize(cut, self.preprocessing))
@@ -168,18 +169,18 @@ class Loaded:
         return self.outputs(images, 'logits')[0]
 
     def probabilities(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """Returns the probability of each class, (b k): a sigmoid or a softmax of the logits.
+        """Returns class probabilities, (b k): the sigmoid or softmax of the logits.
 
-        Raises UserError if there is no trained head for classes.
+        Raises UserError if there is no trained classifier head.
         """
         return self.outputs(images, 'probabilities')[0]
 
     def features(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """Returns the input of the head, (b d); with pool=none that of each token, (b n d)."""
+        """Returns the input of the head: (b d), or (b n d) with pool=none."""
         return self.outputs(images, 'features')[0]
 
     def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[Any, ...]:
-        """Returns several of these from one pass. Images may be sharded over devices."""
+        """Returns the named outputs from one forward pass. Images may be sharded over devices."""
         if set(names) - {'features'}:
             self.require_head(of_classes='probabilities' in names)
         return _on_host(self._outputs(self.params, self._checked(images), names))
@@ -189,29 +190,31 @@ class Loaded:
     ) -> tuple[Any, dict[str, Any]]:
         """Returns the logits (features if there is no head) and intermediate arrays.
 
-        `names` lists intermediate arrays (the page "Look inside"), or maps them to functions that
-        reduce them.
+        Args:
+          images: Images (b h w c), as returned by `prepare`.
+          names: Names of intermediate arrays (see docs/look_inside.md), or a mapping from names to
+            functions that reduce the arrays.
         """
         wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)
         images = self._checked(images)
-        # In one program with the taps, the logits would differ in their last bits.
+        # A program that also returns intermediate arrays may round the logits differently.
         (logits,) = self._outputs(self.params, images, ('logits',))
         return _on_host((logits, self._capture(self.params, images, wanted)))
 
     def _checked(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
-        """Returns the images as float32. Raises UserError for what `prepare` does not make."""
+        """Returns the images as float32. Raises UserError unless they look like `prepare`'s."""
         is_array = isinstance(images, jax.Array | np.ndarray)
         kind = f'{images.dtype}{list(images.shape)}' if is_array else type(images).__name__
         fits = is_array and images.ndim == 4 and jnp.issubdtype(images.dtype, jnp.floating)
-        expected = 'floating-point numbers of the shape (b, h, w, c), as `prepare` makes them'
-        require(fits and len(images) > 0, f'images are {kind}; expected {expected}')
+        expected = 'floats of shape (b, h, w, c), as returned by `prepare`'
+        require(fits and len(images) > 0, f'images: got {kind}; expected {expected}')
         if isinstance(images, jax.core.Tracer):
             return images.astype(jnp.float32)
         how, largest = self.preprocessing, max(float(images.max()), -float(images.min()))
         scaled = [(v - m) / s for v in (0, 255) for m, s in zip(how.mean, how.std, strict=True)]
-        text = f'images have numbers up to {largest:g}; expected {min(scaled):g} to {max(scaled):g}'
+        text = f'images: got values up to {largest:g}; expected {min(scaled):g} to {max(scaled):g}'
         fits = largest <= _HEADROOM * max(map(abs, scaled))
-        require(fits, f'{text}, as `prepare` makes them of pixels from 0 to 255')
+        require(fits, f'{text}, as returned by `prepare`')
         return jnp.asarray(images, jnp.float32)
 
     @functools.cached_property
@@ -221,7 +224,7 @@ class Loaded:
             'probabilities': lambda *values: self.card.probabilities(self.model.apply(*values)),
             'features': self.model.features,
         }
-        # The compiler computes what they have in common once.
+        # XLA computes the common part of the outputs once.
         return jax.jit(
             with_exact_products(
                 lambda p, images, names: tuple(functions[n](p, images) for n in names)
@@ -252,20 +255,21 @@ def load(
     head: Callable[[int], Any] | None = None,
     dtype: Literal['float32', 'bfloat16'] = 'float32',
 ) -> Loaded:
-    """Loads the model at a path: a file or directory of any format of `opening.NAMES`.
+    """Loads a model from a checkpoint file or directory in any format of `opening.NAMES`.
 
     Args:
-      path: A local path, or the name of a remote checkpoint (checkpoints/remote.py).
-      grid, num_heads, gelu, layer_norm_epsilon: What the file does not say of itself; the grid is
-        that of the position embeddings, (height, width) in patches.
-      image_size: Positions are resized to images of this (height, width); 'stored' leaves them.
-      patch_size: The patch projection is resized to patches of this (height, width).
-      channels: The patch projection is adapted to images with this number of channels.
-      num_classes: None removes the head, a number replaces it by a head of zeros.
-      head: The function that made a custom head; no checkpoint holds it.
-      dtype: The type of matrix products; parameters, norms and outputs stay float32.
+      path: A local path, or the name of a remote checkpoint (see checkpoints/remote.py).
+      grid, num_heads, gelu, layer_norm_epsilon: Facts that the file may lack. `grid` is the
+        (rows, columns) of the position embeddings.
+      image_size: Resizes position embeddings to this (height, width); 'stored' keeps them.
+      patch_size: Resizes the patch embedding to patches of this (height, width).
+      channels: Adapts the patch embedding to images with this number of channels.
+      num_classes: None removes the head. A number replaces it with a head of zeros.
+      head: The function that made a custom head, which checkpoints do not contain.
+      dtype: Type of matrix products. Parameters, norms and outputs are float32.
 
-    Raises UserError if the checkpoint cannot be read or changed so, MissingFile if there is none.
+    Raises:
+      UserError: If the checkpoint is missing (MissingFile), or cannot be read or changed.
     """
     path, size = os.fspath(path), _pair(image_size)
     hints = Hints(
@@ -284,7 +288,7 @@ def load(
         changes |= {'num_classes': num_classes, 'head': 'linear', 'head_bias': 0.0}
     new = dataclasses.replace(old, **changes)
     params, lines = transfer.changed(checkpoint.read(), old=old, new=new)
-    if new.num_classes != old.num_classes:  # they describe the old head
+    if new.num_classes != old.num_classes:  # class names and loss describe the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
     card = dataclasses.replace(card, model=new, grid=new.grid)
     return Loaded(
@@ -300,7 +304,7 @@ def load(
 
 
 def _head_remarks(card: Card, params: Params) -> list[str]:
-    """Returns what a user of the head has to know."""
+    """Returns remarks for users of the head."""
     lines = []
     if card.model.num_classes is not None and not has_trained_head(params):
         lines.append(ZERO_HEAD)
@@ -309,7 +313,7 @@ def _head_remarks(card: Card, params: Params) -> list[str]:
     elif card.regresses:
         lines.append(_REGRESSES)
     elif card.loss not in (None, 'softmax', 'sigmoid'):
-        lines.append(f'trained with {card.loss}: probabilities are the softmax of its logits')
+        lines.append(f'trained with {card.loss}: probabilities are the softmax of the logits')
     return lines
 
 
@@ -321,18 +325,31 @@ def save(
     overwrite: bool = False,
     dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> list[str]:
-    """Writes a model in the format in which it was read, or in another of `opening.NAMES`.
+    """Writes a model in the format in which it was read, or in another format.
 
-    Without a `format` the path's ending chooses one, for example timm for .safetensors. A file of
-    the same format keeps the layout that was read, and the type of the numbers unless `dtype` is
-    given. Returns lines that a user of the file has to know. Raises UserError if the format cannot
-    hold the model, or if the path exists and `overwrite` is False.
+    A file of the same format keeps the layout of arrays that was read.
+
+    Args:
+      loaded: The model.
+      path: File or directory to write.
+      format: One of `opening.NAMES`. None: the format in which the model was read, unless the
+        ending of the path implies another one, for example timm for .safetensors.
+      overwrite: Whether to replace an existing checkpoint.
+      dtype: Type of the parameters in the file. None: the type that was read, or float32 if that
+        type would round them.
+
+    Returns:
+      Notes for users of the file.
+
+    Raises:
+      UserError: If the format cannot represent the model, or if the path exists and `overwrite` is
+        False.
     """
     path = os.fspath(path)
     remote.require_local(path)
     format = writing.format_for(path, format, loaded.format)
     is_free = overwrite or writing.is_free(path)
-    require(is_free, f'{path}: exists already; overwrite=True replaces it')
+    require(is_free, f'{path}: exists already; pass overwrite=True to replace it')
     layout = loaded.layout if format == loaded.format else None
     return writing.write_checkpoint(
         path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
@@ -340,12 +357,12 @@ def save(
 
 
 def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
-    """Returns the checkpoint with the function of its head. Raises UserError if it does not fit."""
+    """Returns the checkpoint with a custom head. Raises UserError if the head does not fit."""
     old = checkpoint.card.model
     params, where = checkpoint.read(), f'{checkpoint.path}: head'
     require(old.num_classes is not None, f'{where}: the checkpoint has no head')
-    own = isinstance(old.head, Elsewhere)
-    require(own, f'{checkpoint.path} has a {old.head} head; leave out head=FUNCTION')
+    is_custom = isinstance(old.head, Elsewhere)
+    require(is_custom, f'{where}: the checkpoint has a {old.head} head; leave out head=FUNCTION')
     model = dataclasses.replace(old, head=head)
     with usable('head', 'a function from the number of classes to a flax module'):
         expected = abstract_params(model)
@@ -355,7 +372,7 @@ def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> op
 
 
 def _on_host(outputs: Any) -> Any:
-    """Returns numpy arrays; inside a traced function, the arrays as they are."""
+    """Returns numpy arrays, or the traced arrays inside a traced function."""
     traced = isinstance(jax.tree.leaves(outputs)[0], jax.core.Tracer)
     return outputs if traced else jax.tree.map(np.asarray, outputs)
 
@@ -375,10 +392,10 @@ def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
     fits = is_array and image.dtype == np.uint8 and image.size > 0
     fits = fits and (image.ndim == 2 or image.ndim == 3 and image.shape[2] in (1, 3))
     expected = 'a path, bytes, a PIL image, or a uint8 array (h w), (h w 1) or (h w 3)'
-    require(fits, f'an image is {kind}; expected {expected}')
+    require(fits, f'image: got {kind}; expected {expected}')
     return decode(np.asarray(image), exif_rotation=exif_rotation)
 
 
 def _pair(size: Any) -> Any:
-    """Returns the (height, width) of a square of this size; anything else as it is."""
+    """Expands an int to (height, width); returns other values unchanged."""
     return (size, size) if isinstance(size, int) else size

@@ -1,9 +1,8 @@
-"""What runs have done, on one page: python -m vit_jax.report WORKDIR... --out=FILE.html.
+"""Writes an HTML report of training runs: python -m vit_jax.report WORKDIR... --out=FILE.html.
 
-The page has loss, accuracy, learning rate, gradient norm, speed and few-shot accuracies of all runs
-in one picture each, skipped steps, the last results, where the time went, and the
-fields in which their configurations differ. It is one file, needs no network and no script, and
-can be made while the runs are training.
+The report compares the runs: final results, curves of loss, accuracy, few-shot accuracy, learning
+rate, gradient norm and speed, skipped steps, wall time, and the fields in which the configurations
+differ. FILE.html is self-contained, without scripts. Runs can be in progress.
 """
 
 import argparse
@@ -26,27 +25,27 @@ from vit_jax.studies.history import History
 _DASHES = '-', '--', '-.', (0, (6, 1.5, 1, 1.5, 1, 1.5))
 _MAX_EVENTS = 100
 _WHOLE = (
-    'Dotted: training images of each report, augmented. The others: evaluations on whole splits.'
+    'Dotted: augmented training images since the last report. Other lines: evaluations of a split.'
 )
-_FEWSHOT = 'How well frozen features serve with few labels; linear accuracies are means over seeds.'
-_NORM = 'Before clipping. Training often diverges after it has climbed over many steps.'
-_SPEED = 'Waiting for data included, evaluation and saving excluded.'
+_FEWSHOT = 'Accuracy of probes on frozen features; linear accuracies are means over seeds.'
+_NORM = 'Before clipping. A norm that grows over many steps often precedes divergence.'
+_SPEED = 'Includes waiting for data; excludes evaluation and saving.'
 Scale = Literal['linear', 'magnitudes', 'percent']
-# Title, the numbers KIND/NAME as in metrics.jsonl, the scale of the axis, the text.
+# Title, pattern of KIND/NAME as in metrics.jsonl, scale of the y axis, text.
 _CURVES: tuple[tuple[str, str, Scale, str], ...] = (
     ('Loss', r'(?!skipped)[^/]+/loss', 'linear', _WHOLE),
     ('Accuracy', r'[^/]+/accuracy', 'percent', _WHOLE),
     ('Few-shot accuracy', r'fewshot/.*_accuracy', 'percent', _FEWSHOT),
-    ('Learning rate', 'train/learning_rate', 'linear', 'Warm-up, then the schedule.'),
+    ('Learning rate', 'train/learning_rate', 'linear', 'Warm-up, then decay.'),
     ('Gradient norm', 'train/gradient_norm', 'magnitudes', _NORM),
     ('Images per second', 'train/images_per_second', 'linear', _SPEED),
 )
-_SKIPPED = 'An update whose gradient is not finite is skipped.'
-_TIME = 'Wall time of all starts.'
+_SKIPPED = 'Updates with a loss or gradient that is not finite are skipped.'
+_TIME = 'Wall time, summed over all starts of a run.'
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the page."""
+    """Writes the report."""
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
     path, runs = pathlib.Path(arguments.out), history.read_all(arguments.workdirs)
@@ -61,10 +60,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _state(run: History) -> str:
-    """Describes how far a run is."""
+    """Describes the progress of a run, such as `complete at step 300`."""
     step = max((line['step'] for line in run.lines), default=0)
     ended = run.event in ('complete', 'stopped', 'diverged')
-    state = run.event if ended or not run.event else 'not complete'  # no event: no ledger
+    state = run.event if ended or not run.event else 'not complete'  # empty without a ledger
     return f'{state} at step {step:,}'.strip()
 
 
@@ -79,23 +78,23 @@ def _results(runs: Sequence[History]) -> Section:
             values = [x for x in run.numbers.get(name, {}).values() if np.isfinite(x)]
             cells.append(results.text_of(name, values[-1]) if values else '')
         rows.append([*cells, reporter.duration(sum(run.seconds.values(), 0.0))])
-    text = 'The last finite value of each number.'
+    text = 'The last finite value of each metric.'
     return Section('Results', text, table=Table(['run', 'state', *names, 'wall time'], rows))
 
 
 def _names(runs: Sequence[History]) -> list[str]:
-    """Returns the names of all numbers, in order of appearance."""
+    """Returns the names of all metrics, in order of appearance."""
     return [*dict.fromkeys(name for run in runs for name in run.numbers)]
 
 
 def _curves(runs: Sequence[History]) -> list[Section]:
-    """Returns a section for each picture that any run has numbers for."""
+    """Returns a section for each picture for which a run has values."""
     from vit_jax.figures import curves, style  # matplotlib is an extra
 
     sections = []
     for title, pattern, scale, text in _CURVES:
         names = [name for name in _names(runs) if re.fullmatch(pattern, name)]
-        names.sort(key=lambda name: name.startswith('train/'))  # last
+        names.sort(key=lambda name: name.startswith('train/'))  # train/ last
         drawn = []
         for place, run in enumerate(runs):
             for kind, name in enumerate(names):
@@ -121,16 +120,16 @@ def _skipped(runs: Sequence[History]) -> Section:
         if line['kind'] == 'skipped'
     ]
     table = Table(['run', 'step', *columns], rows[:_MAX_EVENTS]) if rows else None
-    text = f'{_SKIPPED} {len(rows):,} in total, at most {_MAX_EVENTS} of them listed.'
+    text = f'{_SKIPPED} Total: {len(rows):,}; the table lists at most {_MAX_EVENTS}.'
     return Section('Skipped steps', text, table=table)
 
 
 def _time(runs: Sequence[History]) -> Section:
     from vit_jax.figures import curves, style  # matplotlib is an extra
 
-    title, spent = 'Where the time went', {run.name: run.seconds for run in runs if run.seconds}
+    title, spent = 'Wall time', {run.name: run.seconds for run in runs if run.seconds}
     if not spent:
-        return Section(title, _TIME, left_out='No run has a ledger yet.')
+        return Section(title, _TIME, left_out='No run has written ledger.jsonl yet.')
     caption = '; '.join(f'{name}: {reporter.spent(s)}' for name, s in spent.items())
     picture = Picture(style.png(curves.where_time_went(spent)), 'shares of the wall time', caption)
     return Section(title, _TIME, [picture])
@@ -141,16 +140,16 @@ def _differences(runs: Sequence[History]) -> Section:
     rows = [
         [run.name, line] for run in others for line in records.differences(first.config, run.config)
     ]
-    text = 'Every field of config.json that differs from the first run, defaults included.'
+    text = 'Fields of config.json that differ from the first run.'
     table = Table(['run', f'{first.name} -> run'], rows) if rows else None
-    return Section('How the configurations differ', text, table=table)
+    return Section('Configuration differences', text, table=table)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('report', __doc__)
-    parser.add_argument('workdirs', metavar='WORKDIR', nargs='+')
-    text = 'the page to write'
+    parser.add_argument('workdirs', metavar='WORKDIR', nargs='+', help='work directory of a run')
+    text = 'HTML file to write'
     parser.add_argument('--out', required=True, type=app.local_path, metavar='FILE.html', help=text)
     return parser
 

@@ -1,13 +1,13 @@
-"""Trains the runs of a study and draws what they show: python -m vit_jax.study --config=FILE.
+"""Trains the runs of a study and tabulates their results: python -m vit_jax.study --config=FILE.
 
     python -m vit_jax.study --config=configs/studies/pooling.py:small --workdir=DIR
 
-A study is experiments that differ in the values of some axes. The runs that are not complete are
-trained one after the other by python -m vit_jax.train, each in its own work directory,
-DIR/GRID/VALUE-VALUE-seedN. The same command continues a study that was stopped. Several hosts that
-share DIR may run it at the same time: each trains what no other one trains. A run that fails is
-named, and the others continue. DIR/results.md has means and deviations over the seeds,
-DIR/results.csv the numbers of each run, DIR/results.png the picture.
+A study has one or more grids of experiments, repeated with several seeds. Its incomplete runs train
+one after the other with vit_jax.train, each in its own work directory, DIR/GRID/VALUE-VALUE-seedN.
+Run the same command again to resume a study that was stopped. Several hosts that share DIR can run
+it at the same time; each trains runs that no other host is training. If a run fails, the study
+reports it and continues with the next one. DIR/results.md has means and standard deviations over
+seeds, DIR/results.csv the results of each run, DIR/results.png the plot.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from vit_jax.studies.results import Row
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains or lists the runs that are not complete; returns 0 if the chosen runs are complete."""
+    """Trains or lists the incomplete runs. Returns 0 if the selected runs are complete."""
     study, folder = arguments.config, pathlib.Path(arguments.workdir).absolute()
     remote = is_remote(arguments.workdir)
-    require(not remote, f'--workdir={arguments.workdir}: expected a folder on a disk')
+    require(not remote, f'--workdir={arguments.workdir}: expected a local directory')
     runs = planned_runs.planned(study)
     records.require_pattern(arguments.only)
     chosen = [run for run in runs if re.search(arguments.only, run.name)]
-    require(bool(chosen), f'--only={arguments.only}: no such run; expected one like {runs[0].name}')
+    require(bool(chosen), f'--only={arguments.only}: matches no run; example: {runs[0].name}')
     make_folder(folder)
     planned_runs.require_same_values(folder, runs)
     if arguments.list:
@@ -49,12 +49,12 @@ def main(arguments: argparse.Namespace) -> int:
     _write_results(folder, study, runs)
     left = [run.name for run in chosen if not planned_runs.is_complete(folder, run)]
     if left:
-        print(f'not complete: {", ".join(left)}')
+        print(f'incomplete: {", ".join(left)}')
     return code or int(bool(left))
 
 
 def _print_commands(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> None:
-    """Prints the command of each run that can start, and why the others cannot."""
+    """Prints the command of each run that can start, and for others the reason as a comment."""
     for run in chosen:
         if not planned_runs.is_complete(folder, run):
             try:
@@ -64,13 +64,13 @@ def _print_commands(folder: pathlib.Path, study: Study, chosen: Sequence[Planned
 
 
 def _command(folder: pathlib.Path, study: Study, run: PlannedRun) -> list[str]:
-    """Returns the arguments of Python that train a run. Writes its configuration."""
+    """Writes the configuration of a run, and returns the Python arguments that train it."""
     config = planned_runs.write_run_config(folder, study, run)
     return ['-m', 'vit_jax.train', f'--config={config}', f'--workdir={folder / run.name}']
 
 
 def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> int:
-    """Trains the runs that are not complete; returns 0, or the exit code after a signal."""
+    """Trains the incomplete runs. Returns 0, or the exit code after a signal."""
     for number, run in enumerate(chosen, 1):
         if planned_runs.is_complete(folder, run):
             continue
@@ -88,14 +88,14 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
         if code in (INTERRUPTED, REQUEUE):
             return code
         if code:
-            print(f'{label}  failed with code {code}', flush=True)
+            print(f'{label}  failed with exit code {code}', flush=True)
     return 0
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Returns the exit code of a training. Passes signals on: the training saves and exits.
+    """Waits for a training and returns its exit code. Forwards signals, so that it saves and exits.
 
-    The training is in its own session, so that Ctrl-C reaches it once.
+    The training has its own session, so that Ctrl-C does not reach it a second time.
     """
     received = []
 
@@ -114,14 +114,14 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun]) -> None:
-    """Prints the tables of the complete runs, and writes them, their numbers and the picture."""
+    """Prints the tables of the complete runs; writes results.md, results.csv and results.png."""
     measured = results.read_measures(folder, study, runs)
     if not measured:
         return
     for run in runs:
         missing = {*study.grids[run.grid].measures} - {*measured.get(run.name, {})}
         if missing and run.name in measured:
-            print(f'warning: {run.name}: its step has no {missing} in {workdirs.METRICS}')
+            print(f'warning: {run.name}: {workdirs.METRICS} has no {missing} at the used step')
     rows = results.make_rows(study, runs, measured)
     text = results.tables(study, rows)
     print(f'\n{text}')
@@ -136,14 +136,14 @@ def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun
 
 
 def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
-    """Returns the picture as PNG; None if there is nothing to draw, or no matplotlib."""
+    """Returns the plot as PNG; None if there is nothing to draw, or no matplotlib."""
     if (draw := study.draw) is None:
         return None
     lines, places, joined = results.make_lines(study, draw, rows)
     if not lines:
         return None
     if importlib.util.find_spec('matplotlib') is None:
-        print("no picture: it needs pip install 'vit_jax[plots]'")
+        print("results.png needs matplotlib: pip install 'vit_jax[plots]'")
         return None
     from vit_jax.figures import curves, style  # matplotlib is an extra
 
@@ -151,8 +151,8 @@ def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
     figure = curves.measured(
         study.title,
         [curves.Measured(**line._asdict()) for line in lines],
-        x=draw.x if places else 'floating-point operations of training',
-        y=draw.y + (', mean ± deviation over the seeds' if several else ''),
+        x=draw.x if places else 'training FLOPs',
+        y=draw.y + (', mean ± standard deviation over seeds' if several else ''),
         ticks={place: name for name, place in places.items()},
         unit='' if places else 'FLOP',
         joined=joined,
@@ -163,12 +163,12 @@ def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('study', __doc__)
     app.add_config(parser, Study)
-    text = 'print the command of each run that is not complete, for a cluster, and train nothing'
+    text = 'print the training command of each incomplete run, for a cluster; trains nothing'
     parser.add_argument('--list', action='store_true', help=text)
-    text = 'only the runs whose names, GRID/VALUE-VALUE-seedN, match this regular expression'
+    text = 'select runs (GRID/VALUE-VALUE-seedN) by a regular expression; default: all'
     parser.add_argument('--only', default='', metavar='REGEX', help=text)
     return parser
 

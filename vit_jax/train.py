@@ -1,4 +1,8 @@
-"""Trains a Vision Transformer: python -m vit_jax.train --config=configs/FILE.py --workdir=DIR."""
+"""Trains a Vision Transformer: python -m vit_jax.train --config=configs/FILE.py --workdir=DIR.
+
+DIR receives checkpoints, metrics (metrics.jsonl) and the configuration (config.json). Run the same
+command again to resume a run that was stopped.
+"""
 
 import argparse
 import operator
@@ -13,14 +17,14 @@ from vit_jax.experiment import reporter, training_run
 from vit_jax.experiment.workdirs import METRICS
 from vit_jax.training.losses import LossConfig
 
-# Fields that select images. Fine-tuning keeps their values, unless they are the defaults.
+# Fields that select images. `next_command` repeats those that differ from their defaults.
 _HELD_OUT = 'held_out.fraction', 'held_out.seed'
 _LOADER = 'loader.on_unreadable', 'loader.max_pixels'
 _FIELDS = 'train_split', 'eval_split', 'classes', *_HELD_OUT, *_LOADER
 
 
 def main(arguments: argparse.Namespace, job: Job) -> int:
-    """Trains; prints the metrics, the saved files, and the command to continue with."""
+    """Trains, then prints the final metrics, the written files and a suggested next command."""
     result = training_run.train(
         arguments.config,
         arguments.workdir,
@@ -35,7 +39,7 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     print(f'\nreached    {reporter.eval_summary(result.evals)}{few_shot}')
     if skipped := result.reporter.skipped:
         times = counted(skipped, 'time')
-        print(f'skipped    training images that cannot be read were skipped {times}')
+        print(f'skipped    unreadable training images were skipped {times}')
     print(f'checkpoint {result.checkpoint}')
     print(f'metrics    {result.folder / METRICS}')
     print(f'time       {reporter.spent(result.reporter.clock.seconds)}')
@@ -47,10 +51,10 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
 
 
 def next_command(config: TrainConfig, workdir: str) -> str | None:
-    """Returns the command to continue with; None if no flag can name the data.
+    """Suggests the command to run next; None if `config.data` cannot be written as a flag.
 
-    After pre-training it fine-tunes on the same images. After fine-tuning it evaluates, by default
-    on the split that the run evaluated.
+    After pre-training, the command fine-tunes on the same images. After fine-tuning, it evaluates
+    the checkpoint, by default on the split that the run evaluated.
     """
     if not isinstance(config.data, str):
         return None
@@ -71,7 +75,7 @@ def next_command(config: TrainConfig, workdir: str) -> str | None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     return app.new_job_parser('train', __doc__)
 
 

@@ -1,9 +1,9 @@
 """Draws what models learned: python -m vit_jax.visualize CHECKPOINT... --images=DATA --out=DIR.
 
-CHECKPOINT is of any kind that vit_jax.load reads, ViT, hybrid or ResNet; DATA a folder of photos,
-or of any kind that a configuration takes. DIR/index.html has the figures of the ViT paper and of
-"Do Vision Transformers See Like Convolutional Neural Networks?" (Raghu et al.), each with what to
-look for; next to it are the pictures (.png) and the numbers that they are drawn from (.npz).
+CHECKPOINT is a ViT, hybrid or ResNet in any format that vit_jax.load reads. DATA is a folder of
+photos, or any value of --config.data. DIR/index.html has figures of the ViT paper and of "Do Vision
+Transformers See Like Convolutional Neural Networks?" (Raghu et al.), with explanations. DIR also
+receives each picture (.png) and its numbers (.npz).
 """
 
 import argparse
@@ -33,11 +33,11 @@ from vit_jax.figures.page import Picture, Section, page
 from vit_jax.pretrained import Loaded, load
 
 PAGE = 'index.html'
-_LONGEST = 80  # letters of the name of a network
+_LONGEST = 80  # characters of the name of a model
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Writes the page; returns 1 if some images cannot be read, 0 otherwise."""
+    """Writes the page. Returns 1 if some images are unreadable, else 0."""
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
     chosen, folder = select_figures(arguments.figures), pathlib.Path(arguments.out)
@@ -52,13 +52,13 @@ def main(arguments: argparse.Namespace) -> int:
             for name, figure in bar.track(chosen.items(), description='figures')
         ]
     with usable(folder), atomic_write(folder / PAGE) as partial:
-        partial.write_text(page('What the networks have learned', lines, sections))
+        partial.write_text(page('What the models learned', lines, sections))
     print(f'\nwritten: {folder / PAGE}')
     return output.report_unreadable(problems, len(images.indices) + len(problems))
 
 
 def select_figures(names: str | None) -> dict[str, Figure]:
-    """Returns the figures of these names, or all, in the order of the page."""
+    """Returns the figures in a comma-separated list, or all, in the order of the page."""
     chosen = NAMES if names is None else [name.strip() for name in names.split(',')]
     for name in chosen:
         require(name in NAMES, f'--figures: no figure {name!r}; {records.nearest(name, NAMES)}')
@@ -68,7 +68,7 @@ def select_figures(names: str | None) -> dict[str, Figure]:
 def _open(
     arguments: argparse.Namespace, bar: Progress
 ) -> tuple[list[Network], Images, list[str], list[str]]:
-    """Returns the networks on the devices, images, sentences about both, and unreadable images."""
+    """Returns the models on the devices, the images, lines about both, and unreadable images."""
     source = _open_images(arguments.images, arguments.split)
     loaded = _load_networks(arguments)
     lines = [f'{name}: {"; ".join(one.report[1:])}' for name, one in loaded.items()]
@@ -91,43 +91,43 @@ def _open(
         for (name, one), reader in zip(loaded.items(), readers, strict=True)
     ]
     images = Images(indices, size, progress)
-    unreadable = f'; {len(problems):,} cannot be read' if problems else ''
+    unreadable = f'; {len(problems):,} unreadable' if problems else ''
     used = counted(len(images.used()), 'image')
     lines = [
-        f'Made by: vit_jax visualize {shlex.join(map(shown, sys.argv[1:]))}',
-        f'Images: {used} of {arguments.images}, {size} at a time{unreadable}.',
+        f'Command: vit_jax visualize {shlex.join(map(shown, sys.argv[1:]))}',
+        f'Images: {used} of {arguments.images} in batches of {size}{unreadable}.',
         *lines,
     ]
     return networks, images, lines, problems
 
 
 def _load_networks(arguments: argparse.Namespace) -> dict[str, Loaded]:
-    """Loads the networks by name. Raises UserError for images of other than 3 channels."""
+    """Loads the models by name. Raises UserError for a model that does not take 3 channels."""
     loaded = dict[str, Loaded]()
     for name, path in zip(name_networks(arguments.checkpoints), arguments.checkpoints, strict=True):
         loaded[name] = load(path, **app.overrides(arguments))
         channels = loaded[name].config.channels
-        require(channels == 3, f'{shown(path)}: takes {channels} channels, these images have 3')
+        require(channels == 3, f'{shown(path)}: got a model for {channels} channels; expected 3')
     return loaded
 
 
 def _open_images(data: str, split: str | None) -> Source:
-    """Opens a photo or a folder of photos, without labels, or the split of any other data.
+    """Opens a photo or a folder of photos, without labels, or a split of other data.
 
-    The default split is `test`, or all images if the data have no splits.
+    The default is all images if the data have no splits, else `test`.
     """
     place = pathlib.Path(data)
     if is_image(data) or (place.is_dir() and loose_images(place)):
         return unlabeled([data])
     open_split = make_opener()
     if split is None:
-        with contextlib.suppress(UserError):  # opening `test` names the fault better
+        with contextlib.suppress(UserError):  # opening `test` gives a better message
             return open_split(data, 'all')
     return open_split(data, split or 'test')
 
 
 def name_networks(paths: Sequence[str]) -> list[str]:
-    """Returns as few last parts of each path as tell it from the others, for names of files."""
+    """Names models for file names: as few last parts of each path as make the names unique."""
     endings = re.compile(r'[.](npz|safetensors|bin|pth?)(?=:|$)')
     parts = [
         pathlib.Path(endings.sub('', os.path.abspath(as_path(path)))).parts[1:] for path in paths
@@ -137,13 +137,13 @@ def name_networks(paths: Sequence[str]) -> list[str]:
         names = [re.sub(r'[^\w.+-]', '_', name)[-_LONGEST:] for name in whole]
         if len({*names}) == len(names):
             return names
-    raise UserError(f'the same checkpoint is given twice: {", ".join(paths)}')
+    raise UserError(f'got a checkpoint twice: {", ".join(paths)}')
 
 
 def _make_section(
     folder: pathlib.Path, name: str, figure: Figure, images: Images, networks: Sequence[Network]
 ) -> Section:
-    """Computes and draws a figure of all networks, or of each, and says why one is left out."""
+    """Computes and draws a figure, of each model or of all together, or says why it cannot."""
     from vit_jax.figures import style  # matplotlib is an extra
 
     pictures, left_out = list[Picture](), list[str]()
@@ -154,7 +154,7 @@ def _make_section(
             numbers = figure.compute(images, *compared)
         except UserError as reason:
             left_out.append(f'{prefix}{reason}.')
-            print(f'{name}: left out: {left_out[-1]}')
+            print(f'{name}: skipped: {left_out[-1]}')
             continue
         text = f'{prefix}{figure.finding(numbers)}'.removesuffix(': ')
         print(f'{stem}: {figure.finding(numbers)}'.removesuffix(': '))
@@ -167,18 +167,18 @@ def _make_section(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the program."""
+    """Returns the argument parser of the program."""
     parser = app.new_parser('visualize', __doc__)
     add = parser.add_argument
-    add('checkpoints', metavar='CHECKPOINT', nargs='+')
+    add('checkpoints', metavar='CHECKPOINT', nargs='+', help='file, directory or augreg:NAME')
     text = f'a folder of photos, {EXPECTED}'
     add('--images', required=True, metavar='DATA', help=text)
-    text = 'or a slice of it, such as train[90%%:] (test)'
+    text = 'split or slice, such as train[90%%:]; default: test, or all without splits'
     add('--split', metavar='NAME', help=text)
-    text = 'directory of the page and its parts'
+    text = 'directory for the page, its pictures and their numbers'
     add('--out', required=True, type=app.local_path, metavar='DIR', help=text)
-    add('--figures', metavar='NAME,...', help=f'(all) of {", ".join(NAMES)}')
-    text = 'the largest number of images, evenly spread over all (256)'
+    add('--figures', metavar='NAME,...', help=f'default: all ({", ".join(NAMES)})')
+    text = 'maximum number of images, evenly spread over the data; default: 256'
     add('--num_images', type=app.positive, default=256, metavar='N', help=text)
     app.add_reading(parser)
     return parser

@@ -63,7 +63,7 @@ CHANGES = {
     ),
     'other order': (
         RECORD._replace(names=NAMES[::-1], labels=LABELS[::-1], sizes=SIZES[::-1]),
-        ['the images have another order'],
+        ['the order of the images changed'],
     ),
     'one replaced, one added': (
         RECORD._replace(
@@ -171,7 +171,7 @@ def test_repeated_and_reordered_images_of_every_split_are_noticed(tmp_path, spli
     write_table(tmp_path / 'table.csv', [*rows, (f'{split}0.jpg', 'a', split)])
     rejected(tmp_path / 'run', sources(), f"{split}: 1 added image: '{split}0.jpg' (a)")
     write_table(tmp_path / 'table.csv', sorted(rows, key=lambda row: (row[2] == split, row[::-1])))
-    rejected(tmp_path / 'run', sources(), f'{split}: the images have another order')
+    rejected(tmp_path / 'run', sources(), f'{split}: the order of the images changed')
     write_table(tmp_path / 'table.csv', rows)
     start(tmp_path / 'run', sources())
 

@@ -321,7 +321,7 @@ def test_an_evaluation_that_may_skip_is_that_of_what_can_be_read(
     broken.write_bytes(b'')
     config.loader.on_unreadable = 'skip'
     result = training_run.train(config, str(tmp_path / 'skips'))
-    assert 'of 5 images, 1 ' in capsys.readouterr().out and str(broken) in caplog.text
+    assert 'on 5 images, 1 ' in capsys.readouterr().out and str(broken) in caplog.text
     broken.unlink()
     without = training_run.train(config, str(tmp_path / 'without'))
     found, expected = lines(result.folder)[-1], lines(without.folder)[-1]

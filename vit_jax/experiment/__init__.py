@@ -1,1 +1,1 @@
-"""One run, on disk and on screen: decided, compiled, running."""
+"""Builds, compiles and runs one experiment in a work directory."""

@@ -1,6 +1,6 @@
-"""Builds an experiment from a configuration: data, then the model, its devices, its functions.
+"""Builds an experiment from a configuration: opened data, model, mesh and pure functions.
 
-`build_experiment` calls the functions below it in this order.
+`build_experiment` calls the functions below it in their order.
 """
 
 import dataclasses
@@ -60,36 +60,36 @@ LossSums = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
 class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
-    init() -> the first TrainState
+    init() -> initial TrainState
     update(state, batch) -> (state after one step, metrics)
-    evaluator.evaluate(params, evals[name]) -> the numbers of an evaluation
+    evaluator.evaluate(params, evals[name]) -> metrics of an evaluation
     """
 
     config: TrainConfig
-    start: Checkpoint | None  # start_from; its arrays are not read yet
+    start: Checkpoint | None  # opened `config.start_from`; its arrays are not read yet
     mesh: Mesh
-    compute: Compute  # how the model is computed, without `auto`
+    compute: Compute  # options of computation, without `auto`
     model: Model
     preprocessing: Preprocessing
     length: TrainLength
     train: ImageReader
     evals: dict[str, ImageReader]
-    probes: Probes | None  # of the few-shot evaluation
+    probes: Probes | None  # data sets of the few-shot evaluation
     init: Callable[[], TrainState]
     update: Update
     evaluator: Evaluator
-    report: list[str]  # what the rules over parameters matched
+    report: list[str]  # the parameters that each param group matched, in lines
 
     @property
     def decisions(self) -> dict[str, Any]:
-        """Choices that depend on the host, as JSON values: the file to start from, memory."""
+        """Choices that may differ between hosts, as JSON values: initial checkpoint and compute."""
         origin = list(self.start.origin) if self.start else []
         return {'origin': origin, 'compute': records.to_dict(self.compute)}
 
     def recorded_config(self) -> dict[str, Any]:
-        """Returns the configuration as JSON values, to keep in the work directory.
+        """Returns the configuration as JSON values for the work directory.
 
-        They name the precision, if the configuration leaves it open, and no secret of a URL.
+        The dtype is resolved, and `start_from` has no secrets of a URL.
         """
         values = records.to_dict(self.config)
         values['start_from'] = self.start and self.start.path
@@ -97,7 +97,7 @@ class Experiment(NamedTuple):
         return values
 
     def card(self, step: int) -> dict[str, Any]:
-        """The card of the checkpoint at a step, as JSON values."""
+        """Returns the card of a checkpoint at a step, as JSON values."""
         model, loss = self.model.config, self.config.loss
         kind = loss.kind if isinstance(loss, LossConfig) else records.text_of(loss)
         has_classes = self.config.objective is None
@@ -113,7 +113,10 @@ class Experiment(NamedTuple):
         return records.to_dict(card)
 
     def transferred(self, start: Checkpoint, fresh: Params) -> Transferred:
-        """The parameters of `start`, which are read, in this model, whose own are `fresh`."""
+        """Reads the parameters of `start` and adapts them to this model.
+
+        `fresh` are the initial parameters of this model, for those that `start` lacks.
+        """
         old, new = start.card, self.model.config
         names = (old.class_names, self.train.source.class_names) if self.config.reuse_head else None
         return transfer(start.read(), old=old.model, new=new, fresh=fresh, class_names=names)
@@ -122,22 +125,22 @@ class Experiment(NamedTuple):
 def build_experiment(
     config: TrainConfig, *, devices: Sequence[jax.Device] | None = None, dtype: Any = 'auto'
 ) -> Experiment:
-    """Builds the experiment of a configuration.
+    """Builds an experiment from a configuration.
 
     Args:
-      config: The configuration. The experiment has a checked copy of it, which nothing changes.
-      devices: The devices to train on, which may belong to other machines; None: all.
-      dtype: What `compute.dtype=auto` stands for: the recorded dtype of a resumed run.
+      config: The configuration. The experiment has a checked copy, which is never changed.
+      devices: Devices to train on, which need not be attached (`vit_jax.plan`); None: all devices.
+      dtype: Value for `compute.dtype=auto`, such as the dtype of a resumed run; `auto`: by device.
 
     Raises:
-      UserError: For values that do not fit each other, the data or the devices.
+      UserError: For values that are inconsistent, or do not fit the data or the devices.
     """
     config = records.checked(config, where='config')
     if config.total is None:
-        raise UserError('config.total is none: expected how long to train')
+        raise UserError('config.total is not set; expected a length: --config.total.epochs=7')
 
-    opened = make_opener(config.held_out)
-    train, evaluated = _open_data(config, opened)
+    opener = make_opener(config.held_out)
+    train, evaluated = _open_data(config, opener)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
 
     start = open_start(config)
@@ -168,7 +171,7 @@ def build_experiment(
         length=length,
         train=reader(train, crop=host_crop(config.augmentation, preprocessing)),
         evals={name: reader(source) for name, source in evaluated.items()},
-        probes=open_probes(few, config.data, opened, reader) if (few := config.fewshot) else None,
+        probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
         init=meshes.traced_on(mesh, init),
         update=update,
         evaluator=make_evaluator(eval_sums, batches),
@@ -176,11 +179,11 @@ def build_experiment(
     )
 
 
-def _open_data(config: TrainConfig, opened: Opener) -> tuple[Source, dict[str, Source]]:
-    """Opens the images to train on, and those of each evaluation."""
-    train = opened(config.data, config.train_split, classes=config.classes)
+def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, Source]]:
+    """Opens the training images, and the images of each evaluation by name."""
+    train = opener(config.data, config.train_split, classes=config.classes)
     evaluated = {
-        name: opened(one.data or config.data, one.split, one.labels, config.classes)
+        name: opener(one.data or config.data, one.split, one.labels, config.classes)
         for name, one in config.evaluations.items()
     }
     refuse(label_problems(config, train, evaluated))
@@ -188,61 +191,66 @@ def _open_data(config: TrainConfig, opened: Opener) -> tuple[Source, dict[str, S
 
 
 def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:
-    """Returns why the classes of these images cannot be learned and measured, with the way out."""
+    """Lists problems of the labels for the configured loss and evaluations, with remedies."""
     if config.objective is not None:  # labels are not used
         return []
     data = records.text_of(config.data)
     others = [name for name, one in evaluated.items() if one.class_names != train.class_names]
-    problems = [f'{data}: the classes of train and {name} differ' for name in others]
+    problems = [f'{data}: the class names of train and {name} differ' for name in others]
     kind = config.loss.kind if isinstance(config.loss, LossConfig) else None
     if kind == 'softmax' and train.multi_label:
-        text = 'an image may have several classes, softmax expects one'
-        problems.append(f'{data}: {text}: --config.loss.kind=sigmoid')
+        text = 'images may have several classes, which the softmax loss does not support'
+        problems.append(f'{data}: {text}; pass --config.loss.kind=sigmoid')
     if kind is not None and len(train.class_names) == 1 and not train.multi_label:
-        problems.append(f'{data}: has one class, {train.class_names[0]!r}; add images of others')
+        problems.append(f'{data}: got one class, {train.class_names[0]!r}; expected several')
     return problems
 
 
 def open_start(config: TrainConfig) -> Checkpoint | None:
-    """Opens the checkpoint to start from, if any, without reading its arrays."""
+    """Opens the checkpoint `config.start_from`, if set, without reading its arrays."""
     if config.start_from is None:
         return None
     try:
         size = config.image_size or (config.model.image_size if config.model else None)
         return open_checkpoint(config.start_from, config.hints, image_size=size)
     except NeedsHint as error:
-        raise UserError(f'{error} (in a configuration: --config.hints.NAME=VALUE)') from error
+        raise UserError(f'{error} (for a training: --config.hints.NAME=VALUE)') from error
 
 
 def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:
-    """Returns the configuration's preprocessing, or the checkpoint's, or the usual one."""
+    """Returns the preprocessing of the configuration, the checkpoint, or the default."""
     return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
 
 
 def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
-    """Returns the model to train, the configuration's or the checkpoint's, for this many classes.
+    """Resolves the model to train: the configuration's or the checkpoint's, with its head.
 
-    A model that predicts patches has no classes. Raises UserError if there is no model, or if it is
-    of another task.
+    Args:
+      config: The configuration.
+      start: The checkpoint to start from, if any.
+      classes: Number of classes of the training images. It is unused for masked patch prediction.
+
+    Raises:
+      UserError: If there is no model, or if the model does not fit the task or the classes.
     """
     model, objective = config.model, config.objective
     if model is None:
         if start is None:
-            text = 'give a model, or start_from=CHECKPOINT to take that one'
-            raise UserError(f'config.model is none: {text}')
-        known = start.card.model if objective is None else headless(start.card.model)
-        model = for_task(known, num_classes=None if objective else classes)
+            text = 'expected a model, or --config.start_from=CHECKPOINT to use its model'
+            raise UserError(f'config.model is not set; {text}')
+        stored = start.card.model if objective is None else headless(start.card.model)
+        model = for_task(stored, num_classes=None if objective else classes)
     model = dataclasses.replace(model, image_size=config.image_size or model.image_size)
     if objective is not None:
         return for_patches(model, objective)
-    text = f'{records.text_of(config.data)} has {counted(classes, "class")}; leave it out'
-    wrong = f'config.model.num_classes={model.num_classes}, but {text} to take their number'
+    text = f'{records.text_of(config.data)} has {counted(classes, "class")}'
+    wrong = f'config.model.num_classes={model.num_classes}: {text}; expected none or {classes}'
     require(model.num_classes in (None, classes), wrong)
     return dataclasses.replace(model, num_classes=classes, head=config.head or model.head)
 
 
 def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Makes the mesh. Raises UserError if batches cannot be split over it."""
+    """Makes the device mesh. Raises UserError if batches cannot be sharded over it."""
     mesh = meshes.make_mesh(config.mesh, devices)
     meshes.check_batch_size(config.batch_size, mesh, accumulation_steps=config.accumulation_steps)
     meshes.check_batch_size(config.eval_batch_size or config.batch_size, mesh, accumulation_steps=1)
@@ -252,9 +260,14 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
 def choose_compute(
     config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool, dtype: Any = 'auto'
 ) -> Compute:
-    """Chooses how to compute the model on a mesh, by the memory of its devices unless `planned`.
+    """Resolves the compute options of a model for the devices of a mesh.
 
-    `dtype` replaces `compute.dtype=auto`; `auto` selects the faster one for the devices.
+    Args:
+      config: The configuration.
+      model: The architecture.
+      mesh: The devices.
+      planned: Whether the devices are not attached. Their memory is then taken as unlimited.
+      dtype: Value for `compute.dtype=auto`; `auto`: bfloat16 on devices with fast bfloat16.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
     dtype = dtype if config.compute.dtype == 'auto' else config.compute.dtype
@@ -272,10 +285,10 @@ def choose_compute(
 
 
 def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
-    """Returns the bytes of a device next to the training state; inf if unknown, as on CPUs."""
+    """Returns the bytes per device that the train state leaves free; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
     extra = config.polyak_decay is not None, config.accumulation_steps > 1
-    numbers = 2 + count_moments(config.optimizer) + sum(extra)  # float32, per parameter
+    numbers = 2 + count_moments(config.optimizer) + sum(extra)  # float32 values per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
     return float(limit) - 4 * numbers * parameter_count(model) // split
 
@@ -283,7 +296,7 @@ def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) ->
 def reader_for(
     config: TrainConfig, preprocessing: Preprocessing, size: Size
 ) -> Callable[..., ImageReader]:
-    """Makes readers of sources, to images of this size: `crop` may differ."""
+    """Returns a function from a source to its reader; `crop` can be overridden."""
     return functools.partial(
         ImageReader,
         crop=preprocessing.crop,
@@ -297,7 +310,7 @@ def reader_for(
 
 
 def make_eval_batches(config: TrainConfig, mesh: Mesh) -> Batches:
-    """Makes the batches of evaluations; their loaders also serve training."""
+    """Makes the batches of evaluations. Training uses the same loaders."""
     loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
     return Batches(mesh, loader_of, config.eval_batch_size or config.batch_size)
 
@@ -305,10 +318,10 @@ def make_eval_batches(config: TrainConfig, mesh: Mesh) -> Batches:
 def _make_loss_sums(
     config: TrainConfig, model: Model, preprocessing: Preprocessing, train: Source
 ) -> tuple[LossSums, LossSums]:
-    """Makes the functions that sum loss and metrics over a batch: to train with, to evaluate with.
+    """Makes functions that sum loss and metrics over a batch, for training and for evaluation.
 
-    If training images may have several classes, evaluations measure the mean average precision. If
-    they have one class each, any class of an evaluated image is right.
+    If training images are multi-label, evaluations measure the mean average precision. Otherwise a
+    prediction is correct if it is any of the classes of an evaluated image.
     """
     scale = functools.partial(normalize, preprocessing=preprocessing)
     if config.objective is not None:
@@ -330,7 +343,10 @@ def _make_loss_sums(
 def _make_training(
     config: TrainConfig, model: Model, loss_sums: LossSums, length: TrainLength, train: Source
 ) -> tuple[Callable[[], TrainState], Update, list[str]]:
-    """Returns `init`, `update`, and what the rules matched. Raises UserError if they do not fit."""
+    """Returns `init`, `update` and the report of the param groups.
+
+    Raises UserError if the optimizer's options do not fit the model or the length.
+    """
     schedule = make_schedule(config.schedule, length)
     rules = make_rules(config.optimizer, abstract_params(model.config))
     optimizer = make_optimizer(config.optimizer, schedule, rules)

@@ -1,12 +1,10 @@
-"""Records the images of a run in its work directory.
+"""Writes and compares the data manifest of a run, data.json.gz in its work directory.
 
-A start compares the record with its data, to notice data that changed or differ by host. The
-program `evaluate` finds in it which images a checkpoint was trained on (lineage.py).
-
-The record of a split holds class names, image names, labels and sizes, in order. It is compared at
-each start and between the hosts of a job; the sizes of all files but the first `LOOKS` in the
-background. Whatever the run was trained on stays in the record, under a name that starts with
-`TRAINED`, also after the data or the split have changed.
+The manifest lists class names, image names, labels and file sizes of each split, in order. Each
+start compares it with the data, to detect data that changed since the first start or differs
+between hosts. Sizes of files beyond the first `LOOKS` are compared in the background. Images that
+the run was trained on stay in the manifest, under a split name that starts with `TRAINED`, also
+after the data or the split has changed; `vit_jax.evaluate` reads them (lineage.py).
 """
 
 import contextlib
@@ -30,17 +28,17 @@ from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.probing import Probes
 from vit_jax.experiment.workdirs import DATA, Workdir
 
-LOOKS = 16_384  # files of a split whose sizes are read before training starts
-TRAINED = 'trained on '  # begins the names of the splits that the model learns from
-_BLOCK = 1024  # sizes that are read between two looks at whether to stop
+LOOKS = 16_384  # files per split whose sizes are read before training starts
+TRAINED = 'trained on '  # prefix of the names of training splits
+_BLOCK = 1024  # sizes that are read between two checks of `stop`
 
 
 class SplitRecord(NamedTuple):
     """The images of a split in order, as JSON values.
 
-    A label is a class name, or several names in one text; a question mark if the sizes change with
-    the labels. A size is that of a file, or a checksum (see `Source.read_sizes`). The sizes of the
-    last images may be missing.
+    A label is a class name, or comma-separated class names. It is a question mark if labels are not
+    in memory; `sizes` then change with the labels too. A size is a file size or a checksum (see
+    `Source.read_sizes`). The sizes of the last images may be missing.
     """
 
     class_names: list[str]
@@ -55,18 +53,18 @@ Splits = dict[str, SplitRecord]
 def find_sources(
     train: ImageReader | None, evals: Iterable[ImageReader], probes: Probes | None
 ) -> dict[str, Source]:
-    """Names the sources of a run by split, and by data if they are not those of `train`."""
+    """Names the sources of a run: SPLIT, or `SPLIT of DATA` for other data than `train` has."""
     probed = [(one.train, one.test) for one in probes.by_name.values()] if probes else []
     readers = itertools.chain([train] if train else [], evals, *probed)
-    own, names = train.source if train else None, dict[str, Source]()
+    main, names = train.source if train else None, dict[str, Source]()
     for one in (reader.source for reader in readers):
-        name = one.split if own and one.data == own.data else f'{one.split} of {one.data}'
-        names[TRAINED + name if one is own else name] = one
+        name = one.split if main and one.data == main.data else f'{one.split} of {one.data}'
+        names[TRAINED + name if one is main else name] = one
     return names
 
 
 def record_split(source: Source) -> SplitRecord:
-    """Records a split, with the sizes of all images, or of the first `LOOKS` files."""
+    """Lists the images of a split. Reads at most `LOOKS` sizes if they are not in memory."""
     indices, classes = range(len(source)), source.class_names
     looks = indices if source.sizes_in_memory else indices[:LOOKS]
     labels = ['?'] * len(source)
@@ -79,9 +77,9 @@ def record_split(source: Source) -> SplitRecord:
 
 
 def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:
-    """Returns a line for each kind of difference: a count, and up to three examples.
+    """Describes the differences by kind, each with a count and up to three examples.
 
-    An image with another label counts as removed and added.
+    An image whose label changed counts as removed and added.
     """
     size_of = dict(zip(old.names, old.sizes, strict=False))
     sizes = zip(new.names, new.sizes, strict=False)
@@ -93,37 +91,44 @@ def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:
         examples['removed image'] = [*(before - after).elements()]
         examples['added image'] = [*(after - before).elements()]
         if not any(examples.values()):
-            return ['the images have another order']
-    shown = {kind: ', '.join(found[:3]) for kind, found in examples.items() if found}
+            return ['the order of the images changed']
+    shown = {kind: ', '.join(names[:3]) for kind, names in examples.items() if names}
     return [f'{counted(len(examples[kind]), kind)}: {text}' for kind, text in shown.items()]
 
 
 def _describe_changes(recorded: Splits, splits: Splits) -> dict[str, str]:
-    """Describes each split that is in both and differs."""
+    """Describes, by name, the splits that are in both and differ."""
     lines = {x: describe_differences(recorded[x], splits[x]) for x in splits if x in recorded}
-    return {name: f'{name}: {"; ".join(found)}' for name, found in lines.items() if found}
+    return {name: f'{name}: {"; ".join(changes)}' for name, changes in lines.items() if changes}
 
 
 @contextlib.contextmanager
 def compare_data(
     workdir: Workdir, sources: dict[str, Source], job: Job, *, accept: bool = False
 ) -> Iterator[Callable[[float], None]]:
-    """Compares the splits of a run with its record, which process 0 updates.
+    """Compares the splits of a run with its manifest, which process 0 then updates.
 
-    Yields a function that waits up to this many seconds for the sizes of the other files, and then
-    raises what was found by then.
+    Args:
+      workdir: The work directory.
+      sources: The splits by name (see `find_sources`).
+      job: This process of a job.
+      accept: Whether to accept changed data, if the number of classes is unchanged.
+
+    Yields:
+      A function that waits up to the given number of seconds for the comparison of the remaining
+      sizes, and raises its UserError if there is one.
 
     Raises:
-      UserError: If data changed that the run has learned from, unless `accept` is set, or if the
-        data differ between processes.
+      UserError: If the data of a run with checkpoints changed and is not accepted, or if the data
+        differs between processes.
     """
     path, recorded, stop = workdir.folder / DATA, Splits(), threading.Event()
     splits = {name: record_split(source) for name, source in sources.items()}
     if job.index == 0:
-        if digests.steps(workdir.folder / FOLDER):  # else nothing was learned yet
+        if digests.steps(workdir.folder / FOLDER):  # otherwise nothing was learned yet
             recorded = read_record(path)
             if not recorded:
-                logging.warning('%s: missing or damaged, so the data are not compared', path)
+                logging.warning('%s: missing or damaged; the data is not compared', path)
         recorded = _update(workdir, recorded, splits, accept=accept)
     if job.count > 1:
         ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
@@ -131,10 +136,10 @@ def compare_data(
         def describe(theirs: dict[str, str]) -> list[str]:
             if theirs == ours:
                 return []
-            return [*_describe_changes(read_record(path), splits).values()] or ['other splits']
+            return [*_describe_changes(read_record(path), splits).values()] or ['the splits differ']
 
         job.require_same('the data', ours, describe)
-    complete = dict(splits) if job.index == 0 else {}  # the other processes neither read nor write
+    complete = dict(splits) if job.index == 0 else {}  # process 0 compares and writes
 
     def compare_sizes() -> None:
         for name, split in complete.items():
@@ -154,16 +159,16 @@ def compare_data(
 
 
 def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool) -> Splits:
-    """Writes the new record, and returns it. Raises UserError for changes that are not accepted."""
+    """Writes and returns the new manifest. Raises UserError for changes that are not accepted."""
     changes = _describe_changes(recorded, splits)
     if changes:
-        text = f'{workdir.folder}: the data have changed since the run started:'
+        text = f'{workdir.folder}: the data has changed since the run started:'
         text = '\n  '.join([text, *changes.values()])
         counts = [{len(one[name].class_names) for one in (recorded, splits)} for name in changes]
         if not accept or max(map(len, counts)) > 1:
             again = f'train in another --workdir with --config.start_from={workdir.folder}'
-            accepted = 'with as many classes as before, resume with --accept_data_changes'
-            raise UserError(f'{text}\nput the data back; or {again}; or, {accepted}')
+            accepted = 'resume with --accept_data_changes if the number of classes is the same'
+            raise UserError(f'{text}\nrestore the data; or {again}; or {accepted}')
         logging.warning('%s', text)
     updated, step = dict(splits), max(digests.steps(workdir.folder / FOLDER), default=0)
     for name, old in recorded.items():
@@ -180,11 +185,11 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
 
 
 def read_record(path: Path) -> Splits:
-    """Reads a record; returns an empty one if it is missing or damaged."""
+    """Reads a manifest; returns an empty one if it is missing or damaged."""
     with usable(path):
         data = path.read_bytes() if path.is_file() else b''
     try:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitRecord(**split) for name, split in splits.items()}
-    except Exception:  # of damage gzip, zlib and json raise many kinds
+    except Exception:  # gzip, zlib and json raise many types for damaged files
         return {}

@@ -1,4 +1,4 @@
-"""What comes before a run: the images that its checkpoint was trained on."""
+"""Finds the run that wrote a checkpoint, and the images that the checkpoint was trained on."""
 
 import os
 from typing import NamedTuple
@@ -14,29 +14,29 @@ from vit_jax.experiment.workdirs import CONFIG, DATA
 
 
 class SourceRun(NamedTuple):
-    """The run that wrote a checkpoint: its data, and the images that it was trained on.
+    """The run that wrote a checkpoint: its data, and its training images.
 
-    The images that an earlier run was trained on, from which it started, are included.
+    Training images of earlier runs, through `start_from`, are included.
     """
 
     data: str
-    held_out: HeldOut  # of data without splits
-    split: str  # that the run was tested on
-    trained_on: set[tuple[str, int]]  # names of images within the data, and their sizes
-    gaps: list[str]  # why `find_trained` may miss images
+    held_out: HeldOut  # how data without splits was divided
+    split: str  # the evaluated split
+    trained_on: set[tuple[str, int]]  # (image name within the data, size)
+    gaps: list[str]  # reasons why `find_trained` may miss images
 
     def split_of(self, data: str) -> str:
-        """Returns the split that the run was tested on, or `test` for other data."""
+        """Returns the evaluated split if the run used the same data, else `test`."""
         return self.split if os.path.realpath(self.data) == os.path.realpath(data) else 'test'
 
     def find_trained(self, source: Source) -> set[int]:
         """Returns the indices of the images that this run or an earlier one was trained on.
 
-        An image is recognized by its name within the data, and by its size or checksum.
+        Images are compared by name within the data, and by size or checksum.
         """
         paths = source.read_names(range(len(source)))
-        own = os.path.join(self.data, '')
-        images = relative_names([path.removeprefix(own) for path in paths], source.data)
+        prefix = os.path.join(self.data, '')
+        images = relative_names([path.removeprefix(prefix) for path in paths], source.data)
         recorded = {name for name, _ in self.trained_on}
         named = [index for index, image in enumerate(images) if image in recorded]
         sizes = zip(named, source.read_sizes(named).tolist(), strict=True)
@@ -44,10 +44,10 @@ class SourceRun(NamedTuple):
 
 
 def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
-    """Returns the run that wrote a checkpoint, or None if it is not in a work directory.
+    """Finds the run that wrote a checkpoint; None if it is not in a work directory.
 
-    Follows `start_from` back through earlier runs. Skips the work directories in `later`, which
-    were visited already: a run may have been replaced by one that started from it.
+    Follows `start_from` back through earlier runs. `later` are the work directories that were
+    visited already: a run may have been replaced by one that started from it.
     """
     try:
         folder = checkpoint_folder(checkpoint)
@@ -60,11 +60,11 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     with usable(path, 'the configuration of a run'):
         config = read_config(path)
         held_out = records.from_dict(HeldOut, config['held_out'], where='config.held_out')
-        own = [one['split'] for one in config['evals'].values() if one['data'] is None]
-        split, start = own[0] if own else config['eval_split'], config['start_from']
+        splits = [one['split'] for one in config['evals'].values() if one['data'] is None]
+        split, start = splits[0] if splits else config['eval_split'], config['start_from']
     trained_on, gaps = set[tuple[str, int]](), list[str]()
-    splits = read_record(workdir / DATA).items()
-    learned = [images for name, images in splits if name.startswith(TRAINED)]
+    recorded = read_record(workdir / DATA).items()
+    learned = [images for name, images in recorded if name.startswith(TRAINED)]
     for images in learned:
         sizes = zip(images.names, images.sizes, strict=False)
         trained_on |= {(image, size) for image, size in sizes if size != -1}
@@ -74,5 +74,5 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         trained_on |= earlier.trained_on
         gaps += earlier.gaps
     elif start and not is_remote_name(start) and not os.path.exists(start):
-        gaps.append(f'{start}, the start_from of {workdir}, is missing')
+        gaps.append(f'{start}: missing; {workdir} was started from it')
     return SourceRun(str(config['data']), held_out, split, trained_on, gaps)

@@ -1,4 +1,4 @@
-"""A run that evaluates a checkpoint's features, and trains nothing."""
+"""Runs the few-shot evaluation of a checkpoint in a work directory, without training."""
 
 import dataclasses
 import pathlib
@@ -24,17 +24,26 @@ from vit_jax.models.compute import resolve_compute
 def probe(
     config: TrainConfig, path: str, *, accept_changes: bool = False, job: Job | None = None
 ) -> tuple[dict[str, Any], Path]:
-    """Evaluates the checkpoint `start_from`; returns the result, and the file that holds it.
+    """Evaluates the features of the checkpoint `config.start_from` with few-shot probes.
 
-    The preprocessing is the checkpoint's, whatever the configuration would train with.
+    The preprocessing is the checkpoint's; `config.preprocessing` is ignored.
+
+    Args:
+      config: The experiment; `fewshot` and `start_from` must be set.
+      path: The work directory.
+      accept_changes: Whether the directory may have another configuration.
+      job: This process of a multi-process job; None: a single process.
+
+    Returns:
+      The result, and the path of the file that contains it.
     """
     job = job or Job()
     config = records.checked(config, where='config')
     job.require_same('this evaluation', workdirs.run_settings(config, path))
     if (fewshot := config.fewshot) is None:
-        raise UserError('config.fewshot is none: expected shots, seeds and data to evaluate with')
+        raise UserError('config.fewshot is not set; pass --config.fewshot=FewshotConfig')
     if (start := open_start(config)) is None:
-        raise UserError('config.start_from is none: expected the checkpoint to evaluate')
+        raise UserError('config.start_from is not set; expected the checkpoint to evaluate')
     origin = {'origin': list(start.origin)}
     job.require_same('start_from', origin)
     card, preprocessing = start.card, start.card.preprocessing

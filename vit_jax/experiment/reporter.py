@@ -1,14 +1,13 @@
-"""What a run reports: lines on the screen, and two files of JSON lines.
+"""Reports the progress of a run on the screen, in metrics.jsonl, ledger.jsonl and TensorBoard.
 
-metrics.jsonl has each number once, however often the run was killed:
+metrics.jsonl has one line of metrics per kind and step, without duplicates after a restart:
 
     {"kind": "train", "step": 50, "time": "2026-11-22T06:25:00+00:00", "run": 1, "seconds": 9.8}
 
-`time` is by the clock of the host, in UTC; `run` is the number of the start in the work directory,
-from 1; `seconds` have passed since that start was ready for its first step.
+`time` is in UTC, by the clock of the host. `run` counts the starts in this work directory, from 1.
+`seconds` is the time since this start was ready for its first step.
 
-ledger.jsonl has an event a line: what happens now, at which step, and where the wall time of this
-start went until then, by name:
+ledger.jsonl has one event per line, with the wall time of this start until then by activity:
 
     {"run": 2, "event": "saving", "step": 300, "time": 1760.1, "seconds": {"step": 50.2}}
 """
@@ -35,13 +34,13 @@ _BOARD = 'tensorboard'
 
 
 def console_of(job: Job) -> Console:
-    """Returns the screen, on which only process 0 prints."""
+    """Returns a console that prints on process 0 only."""
     quiet = job.index != 0
     return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 class Reporter:
-    """Collects the metrics of steps and reports them every `log_every_steps`."""
+    """Collects the metrics of steps and reports their means every `log_every_steps`."""
 
     def __init__(
         self,
@@ -56,29 +55,29 @@ class Reporter:
         """Opens the files of a run in `folder`.
 
         Args:
-          experiment: What is trained.
+          experiment: The experiment.
           folder: The work directory.
           steps: The steps of this start.
-          progress: The reporter's `progress` when the checkpoint was saved, {} without one.
-          clock: Counts the time of this start.
-          console: Where lines are printed; files are written unless it is quiet.
+          progress: `Reporter.progress` from the restored checkpoint; {} for a new run.
+          clock: Measures the time of this start by activity.
+          console: Prints lines. If it is quiet, no files are written.
         """
         config, length = experiment.config, experiment.length
         self.console, self.clock, self._steps = console, clock, steps
         self._log_every_steps = length.log_interval(config.log_every_steps)
         self._batch_size = config.batch_size
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
-        # Uses of unreadable training images, over all starts of this run.
+        # How often unreadable training images were skipped, over all starts of this run.
         self.skipped = progress.get('skipped', 0)
-        self.earlier: dict[str, float] = {}  # seconds of earlier starts by name
-        self._folder, self._files = folder, dict[str, Any]()  # the open ones by name
-        self._run = 1  # the number of this start
+        self.earlier: dict[str, float] = {}  # seconds of earlier starts by activity
+        self._folder, self._files = folder, dict[str, Any]()  # open files by name
+        self._run = 1  # number of this start
         if not console.quiet:
             self._open_files(experiment, folder)
         self._busy_before, self._began = self._busy_seconds(), time.monotonic()
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
-        """Opens the files; removes the lines of metrics.jsonl that this start writes again."""
+        """Opens the files. Removes lines of metrics.jsonl that this start will write again."""
         first, rewritten = self._steps.start, [*experiment.evals, 'fewshot']
         lines = [
             line
@@ -101,19 +100,19 @@ class Reporter:
                 self._files[_BOARD] = SummaryWriter(str(path), purge_step=first)
 
     def close(self) -> None:
-        """Closes the files; on a bucket it warns of lines that cannot be written by now."""
+        """Closes the files. On a bucket, logs a warning if the last lines cannot be written."""
         for name, file in self._files.items():
             with usable(self._folder / name):
                 file.close()
 
     def flush(self) -> None:
-        """Returns when all lines of the files are where they are kept, on a bucket too."""
+        """Writes all lines to the disk or bucket before it returns."""
         for name, file in self._files.items():
             with usable(self._folder / name):
                 file.flush()
 
     def _append(self, name: str, values: dict[str, Any]) -> None:
-        """Adds a line to a file. Raises UserError if it cannot be written, or was removed."""
+        """Appends a line to a file. Raises UserError if the file is not writable or was removed."""
         if name in self._files:
             path = self._folder / name
             storage.require_kept(path)
@@ -122,18 +121,18 @@ class Reporter:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """What the reporter of a run that resumes here starts with, as JSON values."""
+        """State of the reporter for the next checkpoint, as JSON values."""
         return {'recent': [each._asdict() for each in self._recent], 'skipped': self.skipped}
 
     def record_event(self, event: str, step: int | None) -> None:
-        """Writes a line to the ledger, while the state is that of `step`; None: of no step."""
+        """Writes an event to the ledger. `step` is the step of the current state, if any."""
         self.clock.settle()
         values = {'run': self._run, 'event': event, 'step': step, 'time': round(time.time(), 4)}
         values['seconds'] = {name: round(number, 4) for name, number in self.clock.seconds.items()}
         self._append(LEDGER, values)
 
     def step(self, step: int, metrics: StepMetrics) -> bool:
-        """Takes the metrics of one step, in order. Returns whether they were reported."""
+        """Adds the metrics of the next step. Returns whether a report was due and written."""
         self._recent.append(metrics)
         self.skipped += self._batch_size - round(metrics.num_examples)
         if metrics.scalars['skipped']:
@@ -146,15 +145,15 @@ class Reporter:
         return is_due
 
     def record(self, kind: str, step: int, numbers: dict[str, Any], text: str) -> None:
-        """Keeps a result: a line on the screen and one in the file."""
+        """Prints `text`, and writes `numbers` to metrics.jsonl."""
         self.console.print(f'step {step}: {text}')
         self._write(kind, step, numbers)
 
     def _report(self, step: int) -> None:
-        """Reports means over the steps since the last report whose updates were not skipped."""
+        """Reports means over the steps since the last report, without skipped updates."""
         used = [m for m in self._recent if not m.scalars['skipped']]
         last = (used or self._recent)[-1]
-        examples = sum(m.num_examples for m in used) or math.nan  # no mean of no examples
+        examples = sum(m.num_examples for m in used) or math.nan  # nan: no examples, no mean
         skipped = len(self._recent) - len(used)
         numbers = last.scalars | {'count': last.num_examples, 'skipped': skipped}
         numbers |= {name: sum(m.sums[name] for m in used) / examples for name in last.sums}
@@ -188,14 +187,14 @@ def _as_json(value: Any) -> Any:
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """Returns the events of a run, oldest first; [] if there is no file."""
+    """Reads the events of a run, oldest first; [] if there is no file."""
     return storage.read_json_lines(
         path, run=int, event=str, step=int | None, time=float, seconds=dict
     )
 
 
 def total_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns the seconds of all starts by name, from the last event of each start."""
+    """Sums the wall time of all starts by activity, from the last event of each start."""
     totals = collections.Counter[str]()
     for seconds in {event['run']: event['seconds'] for event in events}.values():
         totals.update(seconds)
@@ -203,40 +202,40 @@ def total_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def outline(experiment: Experiment) -> str:
-    """Describes what a run is about to do, and what the rules over parameters matched."""
+    """Describes data, length, model, compute options and param groups of a run, in lines."""
     config, model, length = experiment.config, experiment.model.config, experiment.length
     source = experiment.train.source
     tokens = f'{model.sequence}, ' if isinstance(model, ViTConfig) else ''
-    tested = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
+    evaluated = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
     images = counted(length.batch_size, 'image')
     lines = [
         f'data    {records.text_of(config.data)}: {len(source):,} training and '
-        f'{tested} images, {counted(len(source.class_names), "class")}',
+        f'{evaluated} images, {counted(len(source.class_names), "class")}',
         f'length  {counted(length.total_steps, "step")} of {images}, {length.epochs:,.1f} epochs; '
         f'warm-up {counted(length.steps(config.schedule.warmup), "step")}',
         f'model   {parameter_count(model):,} parameters, {tokens}'
-        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds an image',
+        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
         f'compute {experiment.compute}',
     ]
     return '\n'.join([*lines, *experiment.report])
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as 1:02:03."""
+    """Formats seconds as hours, minutes and seconds, such as 1:02:03."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
 def spent(seconds: dict[str, float]) -> str:
-    """The wall time and its parts, as `0:01:02: start 3 s, compile 10 s, ...`."""
+    """Formats wall time and its parts, such as `0:01:02: start 3.0 s, compile 10.2 s, ...`."""
     parts = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items() if s >= 0.05)
     return f'{duration(sum(seconds.values()))}: {parts}'
 
 
 def eval_summary(evals: dict[str, dict[str, float]]) -> str:
-    """The results of evaluations in one line."""
+    """Formats the metrics of evaluations in one line."""
     parts = []
     for name, numbers in evals.items():
-        loss = f'loss {numbers["loss"]:.4f}'  # masked patches may have no accuracy
+        loss = f'loss {numbers["loss"]:.4f}'  # masked patch prediction may have no accuracy
         text = f'accuracy {numbers["accuracy"]:.2%}' if 'accuracy' in numbers else loss
         precision = numbers.get('mean_average_precision')
         text += '' if precision is None else f', mean average precision {precision:.2%}'

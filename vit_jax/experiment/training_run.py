@@ -1,6 +1,6 @@
-"""One start of a run: open, compile, restore or initialize, train, evaluate, save.
+"""Runs a training: opens the run, compiles, restores or initializes, trains, evaluates, saves.
 
-`train` calls the functions below it, in their order; `Run` is the training.
+`train` calls the functions below it in their order; `Run` holds the training in progress.
 """
 
 import contextlib
@@ -35,15 +35,15 @@ from vit_jax.training.update import TrainState
 
 
 class Result(NamedTuple):
-    """What a run has reached, and where it is kept."""
+    """The final state and metrics of a run, and the paths of its files."""
 
     experiment: Experiment
     state: TrainState
-    evals: dict[str, dict[str, float]]  # the newest numbers of each evaluation, by name
-    fewshot: dict[str, Any] | None
+    evals: dict[str, dict[str, float]]  # newest metrics of each evaluation, by name
+    fewshot: dict[str, Any] | None  # newest few-shot result, as in fewshot.json
     checkpoint: Path
-    folder: Path
-    reporter: Reporter  # with the wall time of this start, and of earlier starts
+    folder: Path  # the work directory
+    reporter: Reporter  # has the wall time of this start and of earlier starts
 
 
 def train(
@@ -55,22 +55,25 @@ def train(
     job: Job | None = None,
     profile: range = range(0),
 ) -> Result:
-    """Trains to the end of the configuration, from the newest checkpoint if there is one.
+    """Trains until `config.total`, from the newest checkpoint in the work directory if any.
 
     Args:
       config: The experiment.
-      path: The work directory.
-      accept_changes: Whether to resume a run of another configuration.
-      accept_data: Whether to resume a run on other data.
-      job: This process among those of its job; None: one process alone.
-      profile: Steps to profile, on process 0: 3, 4, 5 lead from state 3 to state 6.
+      path: The work directory, a local path or gs://BUCKET/FOLDER.
+      accept_changes: Whether to resume a run that has another configuration.
+      accept_data: Whether to resume a run although its data changed.
+      job: This process of a multi-process job; None: a single process.
+      profile: Steps to profile on process 0. range(3, 6) profiles three steps, from state 3 to 6.
+
+    Returns:
+      The final state, the newest metrics and the path of the last checkpoint.
 
     Raises:
-      UserError: For input that does not fit, before anything is compiled if that is possible.
-      NotFinite: With the last good checkpoint, when the training breaks down.
-      Interrupted: After saving, if the job was asked to stop.
+      UserError: For invalid input, before compilation where possible.
+      NotFinite: If the training diverges. The message has the path of the last good checkpoint.
+      Interrupted: If the process was told to stop (SIGTERM, SIGHUP, Ctrl-C), after saving.
     """
-    # `logging` counts the milliseconds since a program has imported it, before all else.
+    # `relativeCreated`: milliseconds since the import of `logging`, early in a program's start.
     clock = Clock(0.0 if job is None else logging.makeLogRecord({}).relativeCreated / 1000)
     job = job or Job()
     console = console_of(job)
@@ -82,7 +85,7 @@ def train(
         console.print(outline(experiment))
         loader_of = experiment.evaluator.batches.loader_of
         for reader in (experiment.train, *experiment.evals.values()):
-            loader_of(reader)  # reads the images that are kept on the devices
+            loader_of(reader)  # caches images on the devices if they fit
         with clock('compile'):
             programs = compile_programs(experiment, console)
         console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
@@ -99,26 +102,27 @@ def train(
 
 
 class OpenedRun(NamedTuple):
-    """What all processes of a job have agreed to train, in a work directory that they hold."""
+    """An experiment that is equal in all processes of a job, and its locked work directory."""
 
     experiment: Experiment
     workdir: Workdir
-    check_data: Callable[[float], None]  # raises changes of the data found in the background
+    check_data: Callable[[float], None]  # raises if the background check found changed data
 
 
 @contextlib.contextmanager
 def open_run(
     config: TrainConfig, path: str, job: Job, *, accept_changes: bool, accept_data: bool
 ) -> Iterator[OpenedRun]:
-    """Builds the experiment, opens its work directory, and compares both with the other processes.
+    """Builds the experiment, opens its work directory, and compares both between processes.
 
-    Raises UserError as `train` does before it compiles.
+    Raises:
+      UserError: For invalid input, as `train` before it compiles.
     """
     if job.count > 1:
         job.require_same('this run', workdirs.run_settings(config, path))
     dtype = job.from_process_0('dtype', lambda: workdirs.recorded_dtype(path))
     experiment = build_experiment(config, dtype=dtype)
-    job.require_same('what is decided', experiment.decisions)
+    job.require_same('the resolved experiment', experiment.decisions)
     train, evals, values = experiment.train, experiment.evals, experiment.recorded_config()
     sources = data_record.find_sources(train, evals.values(), experiment.probes)
     with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
@@ -128,7 +132,7 @@ def open_run(
 
 
 class Programs(NamedTuple):
-    """The compiled programs of a run, and the abstract state that they are compiled for."""
+    """The compiled programs of a run, and their abstract state."""
 
     state: TrainState  # shape, type and sharding of each array
     update: Update
@@ -136,7 +140,7 @@ class Programs(NamedTuple):
 
 
 def compile_programs(experiment: Experiment, console: Console) -> Programs:
-    """Compiles the update and the evaluators; prints a line about each array that is split."""
+    """Compiles the update and the evaluators. Prints a line per sharded array."""
     state, mesh = abstract_state(experiment), experiment.mesh
     for line in sharding_rules.sharding_report(state, shardings_of(state), mesh):
         console.print(line)
@@ -146,9 +150,9 @@ def compile_programs(experiment: Experiment, console: Console) -> Programs:
 
 
 def abstract_state(experiment: Experiment) -> TrainState:
-    """Returns shape, type and sharding of each array of the state.
+    """Returns the train state with shape, dtype and sharding of each array.
 
-    Raises UserError if less of it can be split than the configuration demands.
+    Raises UserError if less of the state can be sharded than `config.mesh` demands.
     """
     state, config = jax.eval_shape(experiment.init), experiment.config.mesh
     shardings = sharding_rules.shardings_for(state, experiment.mesh, config)
@@ -162,7 +166,7 @@ def shardings_of(abstract: Any) -> Any:
 
 
 def lower_update(experiment: Experiment, state: TrainState) -> Any:
-    """Traces the update step, which donates its state; compiles nothing yet."""
+    """Traces and lowers the update step, which donates its state."""
     size, reader = experiment.config.batch_size, experiment.train
     batch = loading.abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
     out_shardings = shardings_of(state), meshes.replicated(experiment.mesh)
@@ -171,9 +175,9 @@ def lower_update(experiment: Experiment, state: TrainState) -> Any:
 
 
 def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Evaluator]:
-    """Compiles the evaluators, by name; `fewshot` computes features.
+    """Compiles the evaluators by name; `fewshot` computes features.
 
-    Evaluations with batches of one shape share a compiled step.
+    Evaluations with equal batch shapes share a compiled step.
     """
     compile_for = functools.partial(experiment.evaluator.compile, params)
     compiled = {name: compile_for(reader) for name, reader in experiment.evals.items()}
@@ -185,37 +189,49 @@ def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Eval
 
 
 def open_checkpoints(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
-    """Opens the checkpoints of a run; damaged ones are moved aside, with a warning."""
+    """Opens the checkpoints of a run. Moves damaged ones aside, with a warning."""
     folder, check = workdir
     job.reset_watchdog()
     if job.index == 0:
-        check()  # before anything is moved or removed
+        check()  # the run must still own the folder, which is changed next
         for line in quarantine_damaged(folder):
             logging.warning('%s', line)
-    job.barrier('compiled')  # devices meet in what follows, and gloo would wait for 30 s only
+    job.barrier('compiled')  # collectives follow, for which gloo waits only 30 s
     job.reset_watchdog()
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
     checkpoints = Checkpoints(folder, keep=keep, along=along, held=check)
-    job.require_same('the step to go on from', {'step': checkpoints.latest_step})
+    job.require_same('the step to resume from', {'step': checkpoints.latest_step})
     return checkpoints
 
 
 def restore_or_init(
     experiment: Experiment, abstract: TrainState, checkpoints: Checkpoints, console: Console
 ) -> tuple[TrainState, dict[str, Any]]:
-    """Returns the state of the newest checkpoint, or the first one, and the reporter's progress.
+    """Restores the newest checkpoint or initializes the state.
 
-    Raises UserError if the newest checkpoint is beyond the last step.
+    Initial parameters come from `config.start_from` if it is set.
+
+    Args:
+      experiment: The experiment.
+      abstract: Shape, dtype and sharding of each array of the state.
+      checkpoints: The checkpoints of the run.
+      console: Receives a line about the source of the state.
+
+    Returns:
+      The state, and the progress of the reporter ({} for a new run).
+
+    Raises:
+      UserError: If the newest checkpoint is beyond the last step.
     """
     shardings = shardings_of(abstract)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     if step is not None:
         where = checkpoints.path(step)
-        require(step <= end, f'{where}: config.total ends before it, at step {end}')
+        require(step <= end, f'{where}: is beyond the last step of config.total, {end}')
         params, training, progress = checkpoints.restore(step, abstract.split(), shardings.split())
         console.print(f'resuming at step {step} from {where}')
         if step == end:
-            advice = 'a longer --config.total with --accept_config_changes trains on'
+            advice = 'to continue it, pass a longer --config.total and --accept_config_changes'
             console.print(f'the run is complete; {advice}')
         return TrainState.join(params, training), progress
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
@@ -231,7 +247,7 @@ def restore_or_init(
 
 @dataclasses.dataclass
 class Run:
-    """A training in progress: what it runs, saves and reports with, and its newest results."""
+    """A training in progress: its programs, checkpoints and reporter, and its newest metrics."""
 
     opened: OpenedRun
     job: Job
@@ -242,10 +258,10 @@ class Run:
     fewshot: dict[str, Any] | None = None
 
     def train(self, state: TrainState, steps: range, profile: range) -> Result:
-        """Trains, evaluates and saves in these steps, and profiles some of them."""
+        """Trains, evaluates and saves in `steps`; profiles the steps in `profile`."""
         experiment, workdir, check_data = self.opened
         self.reporter.record_event('training', steps.start)
-        if self.job.index == 0:  # changes that were accepted have proved possible
+        if self.job.index == 0:  # accepted changes of the configuration are now known to work
             workdir.check()
             write_config(workdir.folder / workdirs.CONFIG, experiment.recorded_config())
         self.job.save_on_signals()
@@ -263,8 +279,8 @@ class Run:
             self.save(step, state)
             self._finish('stopped', step)
             where = self.checkpoints.path(step)
-            raise Interrupted(f'stopped at step {step}, saved in {where}') from None
-        check_data(5.0)  # seconds: the rest of the data is compared at the next start
+            raise Interrupted(f'stopped at step {step}; saved in {where}') from None
+        check_data(5.0)  # seconds; the next start compares the rest
         self._finish('complete', steps.stop)
         self.reporter.flush()
         return Result(
@@ -300,7 +316,7 @@ class Run:
             )
 
     def _evaluations(self) -> list[Every]:
-        """Returns the observers that evaluate, each at its own interval."""
+        """Returns an observer of the training loop for each evaluation, with its interval."""
         config, every = self.opened.experiment.config, self.opened.experiment.length.interval
         usual, evaluations = config.eval_every_steps, config.evaluations.items()
         intervals = {name: one.every_steps or usual for name, one in evaluations}
@@ -312,9 +328,9 @@ class Run:
         ]
 
     def _resume_evaluations(self, state: TrainState, steps: range) -> None:
-        """Runs the evaluations of a resumed run that are due at its first step.
+        """Runs the evaluations that are due at the first step of a resumed run.
 
-        They may have been interrupted. The reporter has removed their earlier numbers.
+        The previous start may have been killed during them. The reporter removed their metrics.
         """
         for observer in self._evaluations():
             if steps.start > 0 and observer.is_due(steps.start, steps.stop):
@@ -326,7 +342,7 @@ class Run:
             self.opened.check_data(0)
 
     def save(self, step: int, state: TrainState) -> None:
-        """Starts to save a checkpoint."""
+        """Starts saving a checkpoint in the background."""
         with self.reporter.clock('save stall'):
             self.job.reset_watchdog()
             self.reporter.record_event('saving', step)
@@ -336,7 +352,7 @@ class Run:
             self.checkpoints.save(step, params, training, card, progress)
 
     def _finish(self, event: str, step: int | None) -> None:
-        """Waits until the last checkpoint is written, and records how this start ends."""
+        """Waits until the last checkpoint is written, then records the final event."""
         self.job.reset_watchdog()
         with self.reporter.clock('save stall'):
             self.checkpoints.wait()
@@ -344,7 +360,7 @@ class Run:
         self.reporter.record_event(event, step)
 
     def evaluate(self, name: str, step: int, state: TrainState) -> None:
-        """Runs one evaluation, over all its images, and records its numbers."""
+        """Runs one evaluation over its whole split and records its metrics."""
         with self.reporter.clock('evaluation'):
             self.reporter.record_event(f'evaluating {name}', step)
             if name == 'fewshot':
@@ -354,22 +370,22 @@ class Run:
         self.reporter.record(name, step, numbers, text)
 
     def _measure(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
-        """Computes loss and metrics; returns them, and a summary."""
+        """Evaluates a split. Returns loss and metrics, and a summary."""
         reader = self.opened.experiment.evals[name]
         evaluate = self.programs.evaluators[name].evaluate
-        found = evaluate(state.eval_params, reader, watch=self.job.tick_each)
-        self.evals[name] = found.means
-        numbers = found.means | {'count': found.num_images}
-        text = f'{eval_summary({name: found.means})} of {counted(found.num_images, "image")}'
-        if unreadable := len(reader.source) - found.num_images:
+        result = evaluate(state.eval_params, reader, watch=self.job.tick_each)
+        self.evals[name] = result.means
+        numbers = result.means | {'count': result.num_images}
+        text = f'{eval_summary({name: result.means})} on {counted(result.num_images, "image")}'
+        if unreadable := len(reader.source) - result.num_images:
             numbers['unreadable'] = unreadable
-            text += f', {unreadable:,} left out, unreadable'
+            text += f', {unreadable:,} unreadable'
         return numbers, text
 
     def _probe(self, step: int, state: TrainState) -> tuple[dict[str, Any], str]:
-        """Runs the few-shot evaluation and writes its file; returns numbers, and a summary."""
+        """Runs the few-shot evaluation and writes fewshot.json. Returns metrics and a summary."""
         experiment, workdir, _ = self.opened
-        assert experiment.probes is not None  # else there is no such evaluation
+        assert experiment.probes is not None  # `_evaluations` checks config.fewshot
         evaluator, params = self.programs.evaluators['fewshot'], state.eval_params
         features_of = features_by(evaluator, params, watch=self.job.tick_each)
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
@@ -383,7 +399,7 @@ class Run:
 def profile_steps(
     batches: Iterator[Batch], steps: range, profile: range, folder: Path, console: Console
 ) -> Generator[Batch, None, None]:
-    """Yields the batches of `steps` unchanged, and profiles the steps in the range `profile`."""
+    """Yields the batches of `steps`, and profiles the steps in `profile`."""
     first = max(profile.start, steps.start)
     yield from itertools.islice(batches, first - steps.start)
     if first in profile:
@@ -398,13 +414,13 @@ def profile_steps(
 
 
 def _write_profile(local: str, folder: Path, console: Console) -> None:
-    """Stops the profiler, then copies its files: the profiler can only write to a local folder.
+    """Stops the profiler and copies its files from a local folder, the only one it can write to.
 
-    TensorBoard shows them, with its plugin `xprof`; ui.perfetto.dev shows perfetto_trace.json.gz.
+    The `xprof` plugin of TensorBoard shows them; ui.perfetto.dev shows perfetto_trace.json.gz.
     """
     with _warn_of_errors(folder):
         jax.profiler.stop_trace()
-        for file in storage.folder(local).rglob('*.*'):  # its folders' names have no dots
+        for file in storage.folder(local).rglob('*.*'):  # folder names have no dots
             path = folder / file.relative_to(local)
             storage.make_folder(path.parent)
             path.write_bytes(file.read_bytes())
@@ -413,8 +429,8 @@ def _write_profile(local: str, folder: Path, console: Console) -> None:
 
 @contextlib.contextmanager
 def _warn_of_errors(folder: Path) -> Iterator[None]:
-    """Turns errors of the profiler into a warning: they do not stop a training."""
+    """Turns errors of the profiler into warnings, so that they do not stop the training."""
     try:
         yield
     except Exception as error:
-        logging.warning('%s: the profile is not written: %s', folder, errors.one_line(error))
+        logging.warning('%s: cannot write the profile: %s', folder, errors.one_line(error))

@@ -1,6 +1,6 @@
-"""The work directory: one experiment, one run at a time, its configuration, its numbers.
+"""Opens the work directory of an experiment, which one run at a time may use.
 
-All processes of a run must have the same `run_settings`: configuration, code and packages.
+All processes of a run must have equal `run_settings`: configuration, code and packages.
 """
 
 import contextlib
@@ -29,22 +29,28 @@ _COMPUTE = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy
 
 
 class Workdir(NamedTuple):
-    """The directory of a run; `check` raises UserError if the run no longer holds it."""
+    """The directory of a run. `check` raises UserError if another run has taken it over."""
 
     folder: Path
-    check: Callable[[], None] = lambda: None  # the system keeps a file's lock
+    check: Callable[[], None] = lambda: None  # a file lock cannot be lost
 
 
 @contextlib.contextmanager
 def opened(
     path: str, config: dict[str, Any], job: Job, *, accept_changes: bool = False
 ) -> Iterator[Workdir]:
-    """Makes the directory of an experiment, if there is none, and holds it.
+    """Locks the directory of an experiment, and creates it if necessary.
+
+    Args:
+      path: The directory, a local path or gs://BUCKET/FOLDER.
+      config: The configuration of the experiment, as JSON values.
+      job: This process of a job. Process 0 holds the lock.
+      accept_changes: Whether the directory may have a run with another configuration.
 
     Raises:
-      UserError: If it cannot be written, if another run holds it, if another version of vit_jax
-        wrote it, if it holds checkpoints of another configuration and `accept_changes` is False,
-        or if the processes of this job do not see the same directory.
+      UserError: If the directory cannot be written, is in use by another run, was written by
+        another version of vit_jax, has checkpoints of another configuration (unless
+        `accept_changes` is True), or is not shared by all processes of the job.
     """
     folder = storage.folder(path)
     workdir = Workdir(folder)
@@ -54,7 +60,7 @@ def opened(
                 hold = _leased if storage.is_remote(folder) else locked
                 workdir = stack.enter_context(hold(folder))
                 _keep_config(folder, config, accept_changes=accept_changes)
-        job.barrier('workdir is made')
+        job.barrier('workdir is created')
         with usable(lock := folder / LOCK):
             text = lock.read_text() if lock.exists() else 'absent'
         job.require_same('the workdir, which all processes share', {'lock': text})
@@ -62,24 +68,25 @@ def opened(
 
 
 def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
-    """Writes config.json; `train` writes accepted changes after they have proved possible.
+    """Writes config.json if it has no changes. `Run.train` writes accepted changes later.
 
-    Raises UserError if a run with other values of fields that are not FREE has checkpoints.
+    Raises UserError if there are checkpoints with other values of fields that are not FREE, unless
+    `accept_changes` is True.
     """
     recorded = _read_config(folder)
     changes = [] if recorded is None else differing(recorded, config)
     if changes and not accept_changes:
-        text = f'workdir {folder} holds a run of another configuration:'
-        advice = 'take another --workdir, or go on with --accept_config_changes'
+        text = f'workdir {folder} has a run with another configuration:'
+        advice = 'use another --workdir, or resume this run with --accept_config_changes'
         raise UserError('\n  '.join([text, *changes]) + f'\n{advice}')
     if not changes:
         write_config(folder / CONFIG, config)
 
 
 def _read_config(folder: Path) -> dict[str, Any] | None:
-    """Returns the configuration of the run that has checkpoints there; None without a run.
+    """Reads the configuration of the run in a directory; None if there are no checkpoints.
 
-    Raises UserError if it cannot be read, or if another version of vit_jax wrote it.
+    Raises UserError if it is unreadable, or if another version of vit_jax wrote it.
     """
     if not digests.steps(folder / FOLDER):
         return None
@@ -88,7 +95,7 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
 
 def recorded_dtype(path: str) -> str:
-    """Returns the `compute.dtype` of the run in a work directory, or `auto` without a run."""
+    """Reads the `compute.dtype` of the run in a work directory; `auto` if there is no run."""
     folder = storage.folder(path)
     if (recorded := _read_config(folder)) is None:
         return 'auto'
@@ -98,9 +105,10 @@ def recorded_dtype(path: str) -> str:
 
 @contextlib.contextmanager
 def locked(folder: pathlib.Path) -> Iterator[Workdir]:
-    """Holds the lock file, which names the process; the system frees it when the process is gone.
+    """Locks a local directory by its lock file, which describes the process.
 
-    Raises UserError if another process holds it.
+    The operating system releases the lock when the process exits. Raises UserError if another
+    process has the lock.
     """
     new = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +124,7 @@ def locked(folder: pathlib.Path) -> Iterator[Workdir]:
 
 
 def holder(folder: pathlib.Path) -> str | None:
-    """Describes the process that holds a directory on a disk; None if there is none."""
+    """Describes the process that has locked a local directory; None if there is none."""
     if not (folder / LOCK).exists():
         return None
     with (folder / LOCK).open('a+') as file:
@@ -124,7 +132,7 @@ def holder(folder: pathlib.Path) -> str | None:
 
 
 def _other_holder(file: IO[str]) -> str | None:
-    """Describes the process that has locked the file; None if this process has now."""
+    """Locks a file; returns None, or a description of the process that has the lock."""
     if lock_file(file):
         return None
     file.seek(0)
@@ -134,7 +142,7 @@ def _other_holder(file: IO[str]) -> str | None:
 
 @contextlib.contextmanager
 def _leased(folder: Path) -> Iterator[Workdir]:
-    """Holds a folder on a bucket, after trying all that a run needs there."""
+    """Leases a folder on a bucket, after a test of all permissions that a run needs."""
     storage.require_usable(folder)
     from vit_jax.base.held_objects import Lease
 
@@ -151,22 +159,22 @@ def _name_of_this_run() -> str:
 
 
 def run_settings(config: TrainConfig, path: str) -> dict[str, Any]:
-    """Returns the settings, code and packages of a run in the work directory `path`."""
+    """Returns what must be equal in all processes: configuration, workdir, code, packages."""
     values = {'config': records.to_dict(config), 'workdir': str(storage.folder(path))}
     return values | installed_software()
 
 
 def installed_software() -> dict[str, Any]:
-    """Returns versions of packages, and a digest of each file of this one."""
+    """Returns package versions, and a digest of each file of vit_jax."""
     code = {
         str(file.relative_to(_PACKAGE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for file in sorted(_PACKAGE.rglob('*.py'))
-        if not file.is_relative_to(_PACKAGE / 'configs')  # whose values are compared
+        if not file.is_relative_to(_PACKAGE / 'configs')  # its values are compared
     }
     return {'code': code, 'packages': installed_packages()}
 
 
 def installed_packages() -> dict[str, str]:
-    """Returns versions, by name, of Python and of the packages that compute."""
+    """Returns the versions of Python and of the packages that affect results."""
     versions = {name: metadata.version(name) for name in _COMPUTE}
     return {'python': platform.python_version()} | versions

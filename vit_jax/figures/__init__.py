@@ -1,1 +1,1 @@
-"""The figures of two papers from any network: what is computed, and how it is drawn."""
+"""Computes and draws figures: of models, as in two papers, and of training runs."""

@@ -1,9 +1,10 @@
 """Attention distance (ViT paper, figure 7, right, and appendix D.7).
 
-The distance from a patch to the patches that it attends to, weighted by the attention, averaged
-over patches and images. Attention to the class token counts as distance zero. The distance
-corresponds to the receptive field of a convolution: in networks trained on much data some heads of
-the first blocks attend locally and others globally, and all heads of the last blocks globally.
+The mean distance from a patch to the patches that it attends to, weighted by the attention and
+averaged over patches and images. Attention to the class token counts as distance zero. The distance
+is similar to the receptive field size of a convolution. In models trained on much data, some heads
+of the first blocks attend locally and others globally; all heads of the last blocks attend
+globally.
 """
 
 import numpy as np
@@ -16,21 +17,21 @@ from vit_jax.models.taps import Reduction
 
 
 def compute(images: Images, network: Network) -> Numbers:
-    """Returns the `distance` (l k) in pixels, its `uniform` value, and the image `width`."""
+    """Returns `distance` (l k) in pixels, its value for `uniform` attention, image `width`."""
     config = network.vit
     captures = images.captures(network, {'attention/weights': mean_distance(network)})
     patches = config.num_tokens - config.prefix
     uniform = attention.uniform_distance(config.grid, network.patch_size)
     return {
         'distance': np.mean([each['attention/weights'] for each in captures], axis=0),
-        # Attention to all tokens: the part for the class token has no distance.
+        # Uniform attention over all tokens: the class token contributes distance zero.
         'uniform': np.array(uniform * patches / config.num_tokens),
         'width': np.array(config.image_size[1]),
     }
 
 
 def mean_distance(network: Network) -> Reduction:
-    """Returns a function from attention weights (b k n n) to the mean distance (k) of heads."""
+    """Returns a function from attention weights (b k n n) to the mean distance (k) per head."""
     grid, size, prefix = network.vit.grid, network.patch_size, network.vit.prefix
 
     def distances(weights: Float[Array, 'b k n n']) -> Float[Array, 'k']:
@@ -41,14 +42,14 @@ def mean_distance(network: Network) -> Reduction:
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws a dot for each head by depth."""
+    """Draws a dot per head over the depth."""
     distance, uniform = numbers['distance'], float(numbers['uniform'])
     blocks, heads = distance.shape
-    title = f'Mean attention distance of each head, in images {numbers["width"]} pixels wide'
+    title = f'Mean attention distance per head, for images {numbers["width"]} pixels wide'
     drawing = style.canvas(8.0, 4.6, title)
     axes = drawing.subplots()
     depth = np.arange(blocks).repeat(heads)
-    axes.scatter(depth, distance, s=28, alpha=0.5, color=style.COLORS[0], label='a head')
+    axes.scatter(depth, distance, s=28, alpha=0.5, color=style.COLORS[0], label='head')
     axes.plot(distance.mean(axis=1), **style.line(1, 'mean of the heads'))
     axes.axhline(uniform, color='black', linestyle='--', label='uniform attention')
     axes.set_ylabel('mean attention distance (pixels)')

@@ -1,9 +1,9 @@
 """Attention of each head (ViT paper, section 4.5).
 
-The attention of each head and block in one image, from the tokens that the head of the network
-reads: the class token, or the mean of the rows of all patches. The last row of a network with
-attention pooling is the pooling. Some heads attend to one place, some to the edges of objects, some
-equally to all patches.
+The attention of each head and block for one image, from the tokens that the head of the model
+reads: the class token, or the mean over all patches. For a model with attention pooling, the last
+row is the pooling layer. Some heads attend to one place, some to the edges of objects, some equally
+to all patches.
 """
 
 from typing import Any, assert_never
@@ -20,7 +20,7 @@ _MOST_LAYERS, _MOST_HEADS = 12, 16
 
 
 def compute(images: Images, network: Network) -> Numbers:
-    """Returns the first `image` (h w 3) from 0 to 1, and `maps` (l k rows columns) of `layers`."""
+    """Returns the first `image` (h w 3) in [0, 1], `maps` (l k rows columns) and `layers` (l)."""
     config = network.vit
 
     def of_read_tokens(weights: Float[Array, 'b k n n']) -> Float[Array, 'k m']:
@@ -42,7 +42,7 @@ def compute(images: Images, network: Network) -> Numbers:
 
 
 def mean_of_read_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Float[Array, 'b m']:
-    """Returns the mean of the rows of those tokens that the head reads."""
+    """Averages the rows of the tokens that the head reads."""
     match config.pool:
         case 'cls':
             return rows[:, 0]
@@ -60,12 +60,12 @@ def mean_of_read_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Float
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws the image and a map for each head and block."""
+    """Draws the image and a map per head and block."""
     image, maps = numbers['image'], style.relative(numbers['maps'])
     layers, heads = style.evenly(len(maps), _MOST_LAYERS), style.evenly(maps.shape[1], _MOST_HEADS)
     tiles = maps[np.ix_(layers, heads)]
     height, width = len(layers) * tiles.shape[2], len(heads) * tiles.shape[3]
-    drawing = style.canvas_for((height, width + width // 3), 'Attention of each head and block')
+    drawing = style.canvas_for((height, width + width // 3), 'Attention per head and block')
     sides: Any = drawing.subfigures(1, 2, width_ratios=(1, 3))
     left, right = (side.subplots() for side in sides)
     left.imshow(image)

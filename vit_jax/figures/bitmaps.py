@@ -1,6 +1,6 @@
-"""Pictures without matplotlib: a contact sheet of images, and a confusion matrix.
+"""Draws pictures without matplotlib: a contact sheet of images, and a confusion matrix.
 
-OpenCV brings the fonts: names of classes are drawn in most scripts, on any machine.
+The fonts are part of OpenCV, so that class names in most scripts can be drawn on any machine.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from PIL import Image
 
 from vit_jax.base import Float, Int, UInt8
 
-_TEXT, _WEIGHT, _LINE = 12, 400, 15  # letters: pixels, thickness; height of a line
-_NAME_WIDTH = 170  # pixels at most
-_HEAD_HEIGHT, _LEAST_SIDE, _FRAME = 24, 96, 2  # of the contact sheet
-_LONGEST = 2000  # side of the matrix, in pixels
+_TEXT, _WEIGHT, _LINE = 12, 400, 15  # font size, font weight, line height, in pixels
+_NAME_WIDTH = 170  # maximum, in pixels
+_HEAD_HEIGHT, _LEAST_SIDE, _FRAME = 24, 96, 2  # pixels, in the contact sheet
+_LONGEST = 2000  # maximum side of the matrix, in pixels
 _WHITE, _DARK, _GRAY = np.array([255, 255, 255]), np.array([8, 48, 107]), (128, 128, 128)
 
 Pixels = UInt8[np.ndarray, 'h w 3']
@@ -23,7 +23,10 @@ Pixels = UInt8[np.ndarray, 'h w 3']
 def contact_sheet(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
 ) -> Image.Image:
-    """Draws named rows of images of one size, small ones enlarged, under the titles `heads`."""
+    """Draws rows of equally large images with row names and column titles `heads`.
+
+    Images smaller than 96 pixels are enlarged by a whole factor.
+    """
     scale = max(1, -(-_LEAST_SIDE // min(rows[0][1][0].shape[:2])))
     frame = ((_FRAME, _FRAME), (_FRAME, _FRAME), (0, 0))
     lines = []
@@ -41,10 +44,10 @@ def contact_sheet(
 
 
 def confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Image.Image:
-    """Draws a cell for each pair of classes, the darker the larger its share of the row.
+    """Draws a cell per pair of classes; darker cells have a larger share of their row.
 
-    Large cells contain percentages. If not all names fit, every n-th is written. More than 2,000
-    classes share cells with their neighbors.
+    Large cells contain percentages. If there is no room for all names, every n-th is written. With
+    more than 2,000 classes, neighboring classes share a cell.
     """
     together = -(-len(matrix) // _LONGEST)
     starts = np.arange(0, len(matrix), together)
@@ -73,7 +76,7 @@ def confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Im
 
 
 def _colored(shares: Float[np.ndarray, 'k k'], cell: int) -> Pixels:
-    """Returns squares of `cell` pixels: white for zero, visibly darker for the smallest share."""
+    """Returns squares of `cell` pixels. Zero is white, and any other share visibly darker."""
     depth = np.where(shares > 0, 0.3 + 0.7 * np.sqrt(shares), 0)[..., None]
     pixels: Pixels = np.rint(_WHITE + depth * (_DARK - _WHITE)).astype(np.uint8)
     return pixels.repeat(cell, axis=0).repeat(cell, axis=1)
@@ -84,7 +87,7 @@ def _blank(height: int, width: int) -> Pixels:
 
 
 def _printable(text: str) -> str:
-    """Replaces characters that cannot be drawn, such as bytes of a name that is not UTF-8."""
+    """Replaces characters that cannot be drawn, such as bytes that are not UTF-8."""
     return ''.join(letter if letter.isprintable() else '?' for letter in text)
 
 
@@ -95,7 +98,7 @@ def _text_width(text: str) -> int:
 
 
 def _shorten(text: str, width: int) -> str:
-    """Returns the text, cut and ended with three dots if it is wider than `width` pixels."""
+    """Shortens text that is wider than `width` pixels, with three dots at the end."""
     kept = len(text)
     while kept and _text_width(text[:kept] + '...' * (kept < len(text))) > width:
         kept -= 1
@@ -103,6 +106,6 @@ def _shorten(text: str, width: int) -> str:
 
 
 def _write(image: Pixels, text: str, x: int, middle: int, color: int = 0) -> None:
-    """Writes into the image from `x` on, with the line's middle at `middle`."""
+    """Writes text into the image, starting at `x` and vertically centered at `middle`."""
     place, font = (x, middle + _TEXT // 3), cv2.FontFace('sans')
     cv2.putText(image, _printable(text), place, (color,) * 3, font, _TEXT, _WEIGHT)

@@ -1,11 +1,11 @@
 """Similarity of all layers (Raghu et al., section 4, figures 1 and 2).
 
-Centered kernel alignment (CKA) is 1 if two layers represent the same images as similar, whatever
-the rotation or scale of their features, and 0 if they have nothing in common. It is estimated
-without bias from batches of images; with few images it is noisy and may be below 0. Rows and
-columns are layers, from the image at the top left to the output: norms, branches, hidden layers and
-sums. ViTs are similar from end to end, ResNets fall into stages. Between two networks, the picture
-shows which layers do the same work.
+Centered kernel alignment (CKA) is 1 if two layers have the same similarities between images, up to
+rotation and scale of the features, and 0 if they have nothing in common. The estimate from batches
+of images is unbiased; with few images it is noisy and can be below 0. Rows and columns are layers
+from the input (top left) to the output: norms, branches, hidden layers and sums. In ViTs, layers
+are similar from end to end; in ResNets, layers form stages. Between two models, the picture shows
+which layers have similar representations.
 """
 
 import functools
@@ -30,21 +30,21 @@ terms_of = jax.jit(cka.terms)  # of Gram matrices
 
 
 def compute(images: Images, *networks: Network) -> Numbers:
-    """Returns `cka` (t t) of all layers, their names `layers` (t) and `networks` (t)."""
+    """Returns `cka` (t t) of all layers, and the names `layers` (t) and `networks` (t)."""
     return similarity(images, networks, layers.all_layers)
 
 
 def similarity(
     images: Images, networks: Sequence[Network], choose: Callable[[ModelConfig], list[Layer]]
 ) -> Numbers:
-    """Returns the numbers of `compute` for chosen layers."""
+    """Returns the numbers of `compute` for the layers that `choose` selects."""
     chosen = [choose(network.loaded.config) for network in networks]
     grams = [gram_matrices(*pair) for pair in zip(networks, chosen, strict=True)]
 
     def terms() -> Iterator[cka.Terms]:
         for batches in zip(*(images.batches(network) for network in networks), strict=True):
-            found = [gram(batch) for gram, batch in zip(grams, batches, strict=True)]
-            total = jnp.concatenate(found)
+            each = [gram(batch) for gram, batch in zip(grams, batches, strict=True)]
+            total = jnp.concatenate(each)
             yield terms_of(total, total)
 
     names = [network.name for network in networks]
@@ -58,16 +58,16 @@ def similarity(
 def gram_matrices(
     network: Network, chosen: Sequence[Layer]
 ) -> Callable[[Batch], Float[Array, 't n n']]:
-    """Returns a function from a batch to the centered Gram matrices of these layers.
+    """Returns a function from a batch to the centered Gram matrices of the chosen layers.
 
-    They are computed within their blocks, so that all layers are never in memory together.
+    They are computed inside the blocks, so that features of all layers are never in memory at once.
     """
     capture = network.capture(layers.same_reduction(chosen, cka.centered_gram))
     return lambda batch: layers.stack(capture(batch), chosen)
 
 
 def ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
-    """Returns CKA from the terms of all batches, which are summed in float64."""
+    """Returns CKA from the terms of all batches, summed in float64."""
     on_host = ([np.asarray(term, np.float64) for term in batch] for batch in terms)
     total = functools.reduce(lambda one, other: [*map(np.add, one, other)], on_host)
     return np.asarray(cka.ratio(*total))
@@ -75,9 +75,9 @@ def ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws the matrix, with the names of the networks at the sides."""
+    """Draws the matrix, with the names of the models at the sides."""
     networks = numbers['networks']
-    drawing = style.canvas(8.0, 8.0, 'CKA: how similar the representations of any two layers are')
+    drawing = style.canvas(8.0, 8.0, 'CKA: similarity of the features of all pairs of layers')
     axes = drawing.subplots()
     draw_matrix(axes, numbers['cka'], numbers['layers'])
     starts = np.flatnonzero(np.r_[True, networks[1:] != networks[:-1]])
@@ -99,7 +99,7 @@ def draw(numbers: Numbers) -> style.Drawing:
 
 
 def draw_matrix(axes: Axes, values: Float[np.ndarray, 't t'], names: np.ndarray) -> None:
-    """Draws a matrix of layers, with a tick where a block or unit starts."""
+    """Draws a matrix of layers, with a tick at the start of blocks or units."""
     axes.imshow(values, interpolation='nearest', **style.SHARES)
     parts = {i: found[0] for i, name in enumerate(names) if (found := _PART.match(str(name)))}
     ticks: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Drawings of runs: numbers over steps or time, means of studies, and where the time went."""
+"""Draws training runs: metrics over steps or time, means of studies, and shares of wall time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -10,22 +10,19 @@ from vit_jax.base import Float
 from vit_jax.figures import style
 
 _WIDTH, _HEIGHT = 8.0, 4.2  # inches
-_LETTERS, _LONGEST = 80, 28  # that fit below the x axis side by side; of one name
+_LETTERS, _LONGEST = 80, 28  # characters that fit below the x axis; characters of one tick label
 
 
 class Curve(NamedTuple):
-    """A line, or single points: its name, and its place, which gives its color.
+    """A line or a set of points."""
 
-    Without a name it is not in the legend; without a place it is gray.
-    """
-
-    name: str
-    place: int | None
+    name: str  # name in the legend; '': not in the legend
+    place: int | None  # index of its color; None: gray
     x: Float[np.ndarray, 'n']
     y: Float[np.ndarray, 'n']
-    style: Any = '-'  # of the line, as matplotlib takes it; '' for points alone
-    fill: str = 'full'  # of its markers; 'none' for hollow ones, 'left' for a half
-    marker: str = 'x'  # of points alone
+    style: Any = '-'  # matplotlib's linestyle; '': points without a line
+    fill: str = 'full'  # matplotlib's fillstyle of the markers
+    marker: str = 'x'  # matplotlib's marker of points without a line
 
 
 @style.styled
@@ -37,10 +34,14 @@ def curves(
     y: str,
     scale: Literal['linear', 'magnitudes', 'percent'] = 'linear',
 ) -> style.Drawing:
-    """Draws the curves of numbers called `y` over what is called `x`.
+    """Draws curves.
 
-    Values that are not finite are gaps. On the scale `magnitudes` the y axis is logarithmic, on
-    `percent` 1 is 100 %.
+    Args:
+      title: Title of the drawing.
+      drawn: The curves. Values that are not finite become gaps.
+      x: Label of the x axis.
+      y: Label of the y axis.
+      scale: Scale of the y axis. `magnitudes` is logarithmic; `percent` shows 1 as 100 %.
     """
     drawing = style.canvas(_WIDTH, _HEIGHT, title)
     axes = drawing.subplots()
@@ -70,7 +71,7 @@ def curves(
 
 
 class Measured(NamedTuple):
-    """A line of means along x, with their deviations, and its name."""
+    """Means and standard deviations along x."""
 
     name: str
     x: Float[np.ndarray, 'n']
@@ -91,9 +92,18 @@ def measured(
     percent: bool = False,
     logarithmic: bool = False,
 ) -> style.Drawing:
-    """Draws means with bars of their deviations, over what is called `x`.
+    """Draws means with error bars.
 
-    The x axis has named `ticks`, or numbers of a `unit` with prefixes, such as 3 TFLOP.
+    Args:
+      title: Title of the drawing.
+      drawn: The lines.
+      x: Label of the x axis.
+      y: Label of the y axis.
+      ticks: Names of positions on the x axis. None: numbers.
+      unit: Unit of the numbers on the x axis, which get prefixes, such as 3 TFLOP.
+      joined: Whether to join the points of a line.
+      percent: Whether to show y in percent.
+      logarithmic: Whether the x axis is logarithmic.
     """
     drawing = style.canvas(_WIDTH, _HEIGHT, title)
     axes = drawing.subplots()
@@ -123,9 +133,9 @@ def measured(
 
 @style.styled
 def where_time_went(seconds: Mapping[str, Mapping[str, float]]) -> style.Drawing:
-    """Draws a bar for each run, by name, of the shares of its wall time."""
+    """Draws a bar per run with the shares of its wall time by activity."""
     names = [style.shorten(name, 32) for name in seconds]
-    drawing = style.canvas(_WIDTH, 1.6 + 0.45 * len(names), 'Where the wall time went')
+    drawing = style.canvas(_WIDTH, 1.6 + 0.45 * len(names), 'Wall time by activity')
     axes = drawing.subplots()
     totals = np.array([sum(each.values()) for each in seconds.values()])
     left = np.zeros(len(names))

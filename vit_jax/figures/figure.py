@@ -1,6 +1,6 @@
-"""What a figure is, and what it is computed from: networks on the devices, and images.
+"""Defines figures, and their inputs: models on the devices, and images.
 
-To add a figure, write NAME.py in this folder with its FIGURE, and add NAME to NAMES.
+To add a figure, write NAME.py in this folder with a constant FIGURE, and add NAME to NAMES.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from vit_jax.models import ResNetConfig, ViTConfig, with_exact_products
 from vit_jax.models.taps import Reduction
 from vit_jax.pretrained import Loaded
 
-# In the order of the page. Their modules import matplotlib, an extra.
+# In the order of the page. These modules need matplotlib, an extra.
 NAMES = (
     'filters',
     'positions',
@@ -41,22 +41,22 @@ NAMES = (
     'probes',
     'training_data',
 )
-Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # yields the items, shows how many remain
+Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # yields the items, shows progress
 Numbers = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A figure of a paper: how it is computed, drawn and explained.
+    """A figure of a paper: functions that compute, draw and summarize it.
 
-    If `compute` raises UserError, the figure is left out, with the message as the reason.
+    If `compute` raises UserError, the figure is skipped, with the message as the reason.
     """
 
     docstring: str  # TITLE (SOURCE). How it is computed, and what to look for.
     compute: Callable[..., Numbers]  # (images, network) or (images, *networks)
-    draw: Callable[[Numbers], Any]  # returns a drawing of matplotlib
-    finding: Callable[[Numbers], str] = lambda _: ''  # numbers that the picture does not show
-    of_all: bool = False  # one picture of all networks, not one for each
+    draw: Callable[[Numbers], Any]  # returns a matplotlib figure
+    finding: Callable[[Numbers], str] = lambda _: ''  # a sentence with the main result
+    of_all: bool = False  # whether one picture shows all models
     needs_images: bool = True
 
     @property
@@ -71,14 +71,14 @@ class Figure:
 
 
 def find_figure(name: str) -> Figure:
-    """Imports the figure of this name."""
+    """Imports the module of a figure and returns its FIGURE."""
     figure: Figure = importlib.import_module(f'vit_jax.figures.{name}').FIGURE
     return figure
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Network:
-    """A network on the devices, with a reader of images as it takes them."""
+    """A model on the devices, with a reader that prepares images for it."""
 
     name: str
     loaded: Loaded
@@ -90,7 +90,7 @@ class Network:
     def vit(self) -> ViTConfig:
         """The architecture. Raises UserError for a ResNet."""
         if isinstance(self.loaded.config, ResNetConfig):
-            raise UserError('a ResNet has neither tokens nor attention')
+            raise UserError('needs a ViT: a ResNet has neither tokens nor attention')
         return self.loaded.config
 
     @property
@@ -100,7 +100,7 @@ class Network:
         return height / rows, width / columns
 
     def capture(self, wanted: Mapping[str, Reduction]) -> Callable[[Batch], dict[str, Any]]:
-        """Returns a compiled function from a batch to the arrays of `Model.capture`."""
+        """Returns a compiled function from a batch to the intermediates of `Model.capture`."""
 
         def run(params: Params, images: Float[Array, 'b h w c']) -> dict[str, Any]:
             return self.loaded.model.capture(params, images, wanted)[1]
@@ -110,7 +110,7 @@ class Network:
     def compile(
         self, function: Callable[[Params, Float[Array, 'b h w c']], Any]
     ) -> Callable[[Batch], Any]:
-        """Compiles a function of parameters and normalized images to a function of batches."""
+        """Compiles a function of parameters and normalized images into a function of a batch."""
 
         @functools.partial(jax.jit, out_shardings=meshes.replicated(self.mesh))
         def run(params: Params, images: Array) -> Any:
@@ -122,19 +122,19 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Images:
-    """The images that all networks are shown, in full batches."""
+    """The images that all models process, in full batches."""
 
-    indices: Int[np.ndarray, 'n']  # in the source; all are readable
+    indices: Int[np.ndarray, 'n']  # indices of readable images in the source
     batch_size: int
     progress: Progress = lambda items, total: items
 
     def used(self, most: int | None = None) -> Int[np.ndarray, 'm']:
-        """Returns the indices of full batches of at most `most` images, but of one batch."""
+        """Returns the indices in full batches: at most `most` images, but at least one batch."""
         count = len(self.indices) if most is None else min(most, len(self.indices))
         return self.indices[: max(1, count // self.batch_size) * self.batch_size]
 
     def batches(self, network: Network, most: int | None = None) -> Iterator[Batch]:
-        """Yields the used images in batches, as this network takes them."""
+        """Yields the used images in batches, prepared for a model."""
         used, size = self.used(most), self.batch_size
         sharding = meshes.batch_sharding(network.mesh)
         loader = loading.make_loader(network.reader, LoaderConfig(placement='host'), sharding)
@@ -144,12 +144,12 @@ class Images:
     def captures(
         self, network: Network, wanted: Mapping[str, Reduction], most: int | None = None
     ) -> Iterator[dict[str, Any]]:
-        """Yields the arrays of `Model.capture` for each batch, as numpy arrays."""
+        """Yields the intermediates of `Model.capture` for each batch, as numpy arrays."""
         capture = network.capture(wanted)
         return (jax.device_get(capture(batch)) for batch in self.batches(network, most))
 
     def first(self, network: Network, count: int) -> Float[np.ndarray, 'n h w c']:
-        """Returns the first images as this network takes them, from 0 to 1."""
+        """Returns the first images, cropped for a model, with values in [0, 1]."""
         refs = self.indices[:count].tolist()
         images = [network.reader.example(ExampleRef(index))[0] for index in refs]
         return np.stack(images).astype(np.float32) / 255
@@ -158,9 +158,10 @@ class Images:
 def readable(
     reader: ImageReader, most: int, progress: Progress
 ) -> tuple[Int[np.ndarray, 'n'], list[str]]:
-    """Returns at most `most` images, evenly spread over all, and what is wrong with the others.
+    """Selects at most `most` evenly spread images, and reads them all once.
 
-    Raises UserError if no image can be read.
+    Returns the indices of readable images, and a message per unreadable image. Raises UserError if
+    no image is readable.
     """
     total = len(reader.source)
     indices = np.unique(np.linspace(0, total - 1, min(most, total)).astype(int))
@@ -173,33 +174,33 @@ def readable(
         return None
 
     with futures.ThreadPoolExecutor(loading.cores()) as pool:
-        found = list(progress(pool.map(problem, indices.tolist()), len(indices)))
-    problems = [text for text in found if text is not None]
-    none = f'none of {counted(len(indices), "image")} can be read'
+        texts = list(progress(pool.map(problem, indices.tolist()), len(indices)))
+    problems = [text for text in texts if text is not None]
+    none = f'none of {counted(len(indices), "image")} is readable'
     require(len(problems) < len(indices), '; '.join([none, *problems[:1]]))
-    return indices[[text is None for text in found]], problems
+    return indices[[text is None for text in texts]], problems
 
 
 def batch_for(images: int, batch_size: int) -> tuple[int, Mesh]:
-    """Returns the size of full batches, such that few images are left over, and their devices."""
+    """Returns a batch size that leaves few images over, and a mesh that divides it."""
     size, devices = images // -(-images // batch_size), jax.devices()
     return size, meshes.make_mesh(meshes.MeshConfig(), devices[: math.gcd(size, len(devices))])
 
 
 def on_devices(name: str, loaded: Loaded, reader: ImageReader, mesh: Mesh) -> Network:
-    """Returns the network with its parameters on each device."""
+    """Copies the parameters of a model to each device of the mesh."""
     sharding = jax.tree.map(lambda _: meshes.replicated(mesh), loaded.params)
     return Network(name, loaded, meshes.put(loaded.params, sharding), reader, mesh)
 
 
 def require_finite(images: Images, network: Network) -> None:
-    """Raises UserError if the network computes NaN or infinity from one of the images."""
+    """Raises UserError if the logits of an image have NaN or infinity."""
 
     def finite(params: Params, batch: Float[Array, 'b h w c']) -> Array:
         logits = network.loaded.model.apply(params, batch)
         return jnp.isfinite(logits).reshape(len(logits), -1).all(axis=1)
 
-    found = map(network.compile(finite), images.batches(network))
-    wrong = sum(int((~each).sum()) for each in found)
-    where = 'pass --figures=filters,positions for what needs no images, or leave the network out'
-    require(not wrong, f'{network.name}: NaN or infinity in the logits of {wrong} images; {where}')
+    flags = map(network.compile(finite), images.batches(network))
+    wrong = sum(int((~each).sum()) for each in flags)
+    advice = 'pass --figures=filters,positions, which need no images, or leave out the model'
+    require(not wrong, f'{network.name}: NaN or infinity in the logits of {wrong} images; {advice}')

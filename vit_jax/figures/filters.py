@@ -1,9 +1,9 @@
 """Filters of the patch embedding (ViT paper, figure 7, left).
 
 The principal components of the filters of the patch embedding, or of the first convolution of a
-ResNet or hybrid, each scaled to the full range of colors. In a trained network they look like
-smooth waves, edges and color contrasts, from coarse to fine. Noise means that the network was not
-trained for long.
+ResNet or hybrid, each scaled to the full color range. In a trained model they look like smooth
+waves, edges and color contrasts, from coarse to fine. Noise means that the model was trained only
+briefly.
 """
 
 import numpy as np
@@ -14,11 +14,11 @@ from vit_jax.figures import style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
 from vit_jax.models.resnet import standardised
 
-_COMPONENTS, _COLUMNS = 28, 7  # as in figure 7
+_COMPONENTS, _COLUMNS = 28, 7  # as in figure 7 of the paper
 
 
 def compute(images: Images, network: Network) -> Numbers:
-    """Returns `components` (k p q c) from 0 to 1, and the share of variance `explained` (k)."""
+    """Returns `components` (k p q c) in [0, 1] and their share of the variance `explained` (k)."""
     params, config = network.loaded.params, network.loaded.config
     kernel: np.ndarray
     if config.backbone is None:
@@ -27,7 +27,7 @@ def compute(images: Images, network: Network) -> Numbers:
         kernel = np.asarray(standardised(params['backbone']['conv_root']['kernel']))
     components, explained = filters.principal_components(kernel, _COMPONENTS)
     if not np.isfinite(explained).all():
-        raise UserError('all filters are the same')
+        raise UserError('all filters are equal')
     pictures = np.asarray(filters.as_picture(components))
     return {'components': pictures, 'explained': np.asarray(explained)}
 

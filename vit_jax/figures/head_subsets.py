@@ -1,8 +1,8 @@
 """Heads compared with a ResNet (Raghu et al., section 5, figure 5).
 
-The heads of the first block are sorted by attention distance. Neighbors in this order, a third of
-all heads at a time, are compared (CKA) with the lower layers of the ResNet, whose convolutions are
-local. Lines that are higher on the left mean that local heads compute what convolutions compute.
+The heads of the first block are sorted by attention distance. Each window of a third of the sorted
+heads is compared (CKA) with the lower layers of the ResNet, whose convolutions are local. Lines
+that are higher on the left mean that local heads compute features similar to convolutions.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
     vits.sort(key=lambda one: one.loaded.config.backbone is not None)  # ViTs before hybrids
     resnets = [one for one in networks if isinstance(one.loaded.config, ResNetConfig)]
     if not vits or not resnets:
-        raise UserError('needs the checkpoints of a ViT and of a ResNet')
+        raise UserError('needs a ViT and a ResNet')
     vit, resnet = vits[0], resnets[0]
     lower = layers.outputs(resnet.loaded.config)
     lower = lower[: max(1, len(lower) // 2)][:_MOST_LAYERS]
@@ -39,14 +39,14 @@ def compute(images: Images, *networks: Network) -> Numbers:
         return jax.vmap(analysis.centered_gram, in_axes=2)(mixed)
 
     wanted = {'attention/weights': mean_distance(vit), 'attention/heads': grams_of_heads}
-    found = [{tap: x[0] for tap, x in each.items()} for each in images.captures(vit, wanted)]
-    distance = np.mean([each['attention/weights'] for each in found], axis=0)
+    block0 = [{tap: x[0] for tap, x in each.items()} for each in images.captures(vit, wanted)]
+    distance = np.mean([each['attention/weights'] for each in block0], axis=0)
     subsets = _windows(distance)
     resnet_grams = cka.gram_matrices(resnet, lower)
 
     def terms() -> Iterator[analysis.Terms]:
-        for each, batch in zip(found, images.batches(resnet), strict=True):
-            # The Gram matrix of several heads together is the sum of their Gram matrices.
+        for each, batch in zip(block0, images.batches(resnet), strict=True):
+            # The Gram matrix of concatenated heads is the sum of their Gram matrices.
             grams = jnp.einsum('sk,kij->sij', subsets, each['attention/heads'], precision='highest')
             yield cka.terms_of(grams, resnet_grams(batch))
 
@@ -58,7 +58,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
 
 
 def _windows(distance: Float[np.ndarray, 'k']) -> Int[np.ndarray, 's k']:
-    """Marks (1) the heads of each subset: a third of all heads, neighbors by distance."""
+    """Marks with 1 the heads of each window: a third of all heads, sorted by distance."""
     order, size = np.argsort(distance), max(1, len(distance) // 3)
     starts = range(len(distance) - size + 1)
     return np.array([np.isin(np.arange(len(order)), order[s : s + size]) for s in starts]) * 1
@@ -66,8 +66,8 @@ def _windows(distance: Float[np.ndarray, 'k']) -> Int[np.ndarray, 's k']:
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws a line for each layer of the ResNet."""
-    title = 'Heads by their attention distance, compared with the lower layers of a ResNet'
+    """Draws a line per layer of the ResNet."""
+    title = 'Heads by attention distance, compared with the lower layers of a ResNet'
     drawing = style.canvas(8.0, 4.6, title)
     axes = drawing.subplots()
     for place, name in enumerate(numbers['layers'].tolist()):

@@ -1,4 +1,4 @@
-"""The layers of a network in the order of the computation, as the figures name and count them."""
+"""Lists the layers of a model in the order of computation, with their names in the figures."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ _UNIT = 'conv1', 'norm1', 'conv2', 'norm2', 'conv3', 'norm3', 'out'
 
 
 class Layer(NamedTuple):
-    """One array of a network: the name of a tap, and the block if each block has one."""
+    """An intermediate array of a model."""
 
-    tap: str
-    block: int | None = None
+    tap: str  # its name for `Model.capture`
+    block: int | None = None  # index of the block; None: not in a block
 
     def __str__(self) -> str:
         if self.block is None:
@@ -27,39 +27,39 @@ class Layer(NamedTuple):
 
 
 def all_layers(config: ModelConfig) -> list[Layer]:
-    """Returns norms, branches, hidden layers and sums, as in Raghu et al.: 74 of ViT-B/16."""
-    found = []
+    """Lists norms, branches, hidden layers and sums, as in Raghu et al. (74 in ViT-B/16)."""
+    layers = []
     if config.backbone is not None:
-        found = [Layer(tap) for tap in ('conv_root', 'norm_root', 'root')]
-        found += [Layer(f'{unit}/{part}') for unit in units(config.backbone) for part in _UNIT]
+        layers = [Layer(tap) for tap in ('conv_root', 'norm_root', 'root')]
+        layers += [Layer(f'{unit}/{part}') for unit in units(config.backbone) for part in _UNIT]
     if isinstance(config, ResNetConfig):
-        return found
-    found.append(Layer('embedding'))
+        return layers
+    layers.append(Layer('embedding'))
     taps = [tap for tap in _BLOCK if not (config.parallel and tap == 'norm2')]
-    found += [Layer(tap, block) for block in range(config.depth) for tap in taps]
-    return found + ([Layer('norm')] if config.final_norm == 'before_pool' else [])
+    layers += [Layer(tap, block) for block in range(config.depth) for tap in taps]
+    return layers + ([Layer('norm')] if config.final_norm == 'before_pool' else [])
 
 
 def outputs(config: ModelConfig) -> list[Layer]:
-    """Returns the embedding and the output of each block, or the root and each unit."""
+    """Lists the embedding and the block outputs of a ViT, or the root and the units of a ResNet."""
     if isinstance(config, ResNetConfig):
         return [Layer('root'), *(Layer(f'{unit}/out') for unit in units(config.backbone))]
     return [Layer('embedding'), *(Layer('tokens', block) for block in range(config.depth))]
 
 
 def units(backbone: Backbone) -> list[str]:
-    """Returns the names of all units of a ResNet."""
+    """Lists the names of the units of a ResNet."""
     counts = enumerate(backbone.blocks, start=1)
     return [f'stage{s}/unit{unit}' for s, count in counts for unit in range(1, count + 1)]
 
 
 def same_reduction(layers: Sequence[Layer], reduction: Reduction) -> dict[str, Reduction]:
-    """Returns the argument of `Model.capture` that reduces all these layers in the same way."""
+    """Returns the argument of `Model.capture` that applies one reduction to all layers."""
     return dict.fromkeys((layer.tap for layer in layers), reduction)
 
 
 def select(captured: dict[str, Any], layers: Sequence[Layer]) -> list[Any]:
-    """Returns what was captured of each of these layers."""
+    """Returns the captured value of each layer."""
 
     def of_block(value: Any, block: int | None) -> Any:
         return value if block is None else jax.tree.map(lambda x: x[block], value)
@@ -68,5 +68,5 @@ def select(captured: dict[str, Any], layers: Sequence[Layer]) -> list[Any]:
 
 
 def stack(captured: dict[str, Any], layers: Sequence[Layer]) -> Array:
-    """Returns the captured arrays of t layers, of equal shape, as (t ...)."""
+    """Stacks the captured arrays of t layers, which have equal shapes, to (t ...)."""
     return jnp.stack(select(captured, layers))

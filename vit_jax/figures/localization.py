@@ -1,9 +1,9 @@
-"""Localization: which place a token represents (Raghu et al., section 7).
+"""Localization of tokens (Raghu et al., section 7).
 
-Each tile belongs to one token of the last block, or one place of the last feature map, and shows
-its CKA with the pixels of each patch of the image, which is noisy with few images. A token that
-keeps its place is brightest there. In the paper tokens of a network with a class token keep their
-places to the end; networks that average all tokens, and ResNets, much less.
+Each tile belongs to one token of the last block, or one place of the last feature map. It shows the
+CKA of that token with the pixels of each image patch, which is noisy with few images. A token that
+still represents its own patch is brightest there. In the paper, this holds for models with a class
+token, and much less for models that average all tokens and for ResNets.
 """
 
 import jax.numpy as jnp
@@ -17,13 +17,14 @@ from vit_jax.figures import cka, style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
 from vit_jax.models import ResNetConfig
 
-_TILES = 4  # tokens along a side of the grid that are drawn
+_TILES = 4  # drawn tokens per side of the grid
 
 
 def compute(images: Images, network: Network) -> Numbers:
     """Compares tokens of the last block, or places of the last feature map, with image patches.
 
-    Returns `cka` (t rows columns) and the places of the `tokens` (t 2), (-1, -1) for class tokens.
+    Returns `cka` (t rows columns), and the (row, column) of the `tokens` (t 2), which is (-1, -1)
+    for class tokens.
     """
     config = network.loaded.config
     rows, columns = config.grid
@@ -41,21 +42,21 @@ def compute(images: Images, network: Network) -> Numbers:
         tokens = jnp.concatenate([last[:, :class_tokens], last[:, prefix:]], axis=1)
         return localization(tokens, patches(pixels, (rows, columns)))
 
-    found = cka.ratio(map(network.compile(terms), images.batches(network)))
+    values = cka.ratio(map(network.compile(terms), images.batches(network)))
     places = [(-1, -1)] * class_tokens + [(i, j) for i in range(rows) for j in range(columns)]
-    return {'cka': found.reshape(-1, rows, columns), 'tokens': np.array(places)}
+    return {'cka': values.reshape(-1, rows, columns), 'tokens': np.array(places)}
 
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws tiles of some tokens, evenly spread over the grid, and of the class tokens."""
+    """Draws tiles of the class tokens, and of tokens evenly spread over the grid."""
     values, tokens = numbers['cka'], numbers['tokens']
     kept = [style.evenly(n, _TILES) for n in values.shape[1:]]
     y, x = tokens.T
     shown = np.flatnonzero((y < 0) | np.isin(y, kept[0]) & np.isin(x, kept[1]))
     columns = len(kept[1]) + 1
     rows = -(-len(shown) // columns)
-    title = 'Which part of the image each token represents; its own patch is framed'
+    title = 'Part of the image that each token represents; its own patch is framed'
     height = 1.6 * values.shape[1] / values.shape[2] + 0.3
     drawing = style.canvas(1.6 * columns + 1.6, height * rows + 0.9, title)
     panels = drawing.subplots(rows, columns, squeeze=False)
@@ -74,7 +75,7 @@ def draw(numbers: Numbers) -> style.Drawing:
 
 
 def finding(numbers: Numbers) -> str:
-    """Returns how many tokens are most similar to the patch at their place."""
+    """Returns the share of tokens that are most similar to their own patch."""
     values, tokens = numbers['cka'], numbers['tokens']
     places = [(t, *place) for t, place in enumerate(tokens.tolist()) if place[0] >= 0]
     hits = np.mean([values[place] >= np.nanmax(values[place[0]], initial=-1) for place in places])

@@ -1,4 +1,4 @@
-"""A page of pictures and tables in one HTML file, which needs no network and no script."""
+"""Renders pictures and tables as one self-contained HTML file without scripts."""
 
 import base64
 import html
@@ -20,7 +20,7 @@ _TABLE = Template('<div class="table" tabindex="0"><table>\n<tr>$head</tr>\n$row
 
 
 class Picture(NamedTuple):
-    """A PNG, its text for readers who do not see it, and the text below it."""
+    """A PNG with its alternative text and its caption."""
 
     png: bytes
     alt: str
@@ -28,24 +28,24 @@ class Picture(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of texts under the names of the columns; the first cell names the row."""
+    """A table of texts. The first cell of a row is its header."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 class Section(NamedTuple):
-    """A title, a paragraph, pictures and a table, and why pictures are left out."""
+    """A section of the page."""
 
     title: str
     paragraph: str
     pictures: Sequence[Picture] = ()
-    left_out: str | None = None
+    left_out: str | None = None  # why pictures are missing
     table: Table | None = None
 
 
 def page(title: str, lines: Sequence[str], sections: Sequence[Section]) -> str:
-    """Returns the HTML: title, lines of facts, table of contents, sections. All text is escaped."""
+    """Renders title, lines, table of contents and sections as HTML. Escapes all texts."""
     titles = enumerate(html.escape(section.title) for section in sections)
     text = Template(_PAGE.read_text(encoding='utf-8')).substitute(
         title=html.escape(title),

@@ -1,9 +1,9 @@
 """Position embeddings (ViT paper, figure 7, center).
 
-Each tile belongs to one position, and shows the cosine between its embedding and that of every
-position: purple if they are similar, orange if they are opposite. If the network has learned the
-grid, a tile is darkest at its own place and neighbors are similar; in large networks rows and
-columns form a cross.
+Each tile belongs to one position, and shows the cosine similarity of its embedding and the
+embedding of every position: purple if they are similar, orange if they are opposite. If the model
+has learned the grid, a tile is darkest at its own place and neighbors are similar. In large models,
+rows and columns form a cross.
 """
 
 import numpy as np
@@ -15,16 +15,16 @@ from vit_jax.figures.figure import Figure, Images, Network, Numbers
 from vit_jax.models.model import position_array
 from vit_jax.models.positions import LEARNED, MULTIPLES
 
-_MOST_TILES = 14  # along a side
+_MOST_TILES = 14  # per side
 
 
 def compute(images: Images, network: Network) -> Numbers:
-    """Returns the cosine `similarity` (rows columns rows columns)."""
+    """Returns the cosine `similarity` (rows columns rows columns) of all pairs of positions."""
     config = network.vit
     if config.positions not in MULTIPLES:
-        raise UserError('the network has no position embeddings')
+        raise UserError('the model has no position embeddings')
     if config.positions_at == 'every_layer' and config.positions in LEARNED:
-        raise UserError('each layer has its own position embeddings')
+        raise UserError('not supported for separate position embeddings in each layer')
     table = position_array(config, network.loaded.params)
     prefix = config.positioned_prefix
     return {'similarity': np.asarray(positions.similarity(table, config.grid, prefix=prefix))}
@@ -32,11 +32,11 @@ def compute(images: Images, network: Network) -> Numbers:
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws a tile for each position."""
+    """Draws a tile per position."""
     similarity = numbers['similarity']
     rows, columns = (range(0, n, -(-n // _MOST_TILES)) for n in similarity.shape[:2])
     tiles = similarity[np.ix_(rows, columns)]
-    title = 'Each position embedding compared with all others, one tile for each position'
+    title = 'Similarity of each position embedding to all others, one tile per position'
     drawing = style.canvas_for(
         (tiles.shape[0] * tiles.shape[2], tiles.shape[1] * tiles.shape[3]), title
     )

@@ -1,11 +1,11 @@
 """Few-shot probes of each layer (Raghu et al., section 7, appendix D).
 
-A ridge regression, as in few-shot evaluation, learns from the representation in each layer: one
-token, a mean, or single patches (9 over the image), whose accuracies are averaged. Half of the
-images are for learning, a few of each class drawn three times; the other half is for testing. In
-the paper a network with a class token and one that averages its tokens are equally good if each is
-probed as it was trained; single patches of the last layers contain little of the class in the
-first, and much in the second and in ResNets.
+A few-shot linear probe (ridge regression) is fit to the representation in each layer: the class
+token, the mean over patches, or single patches (9 per image, whose accuracies are averaged). Half
+of the images are for training, from which a few per class are drawn three times; the other half is
+for testing. In the paper, models with a class token and models that average their tokens are
+equally good if they are probed as they were trained. Single patches of the last layers contain
+little of the class in the former, and much in the latter and in ResNets.
 """
 
 import numpy as np
@@ -18,18 +18,18 @@ from vit_jax.figures.figure import Figure, Images, Network, Numbers
 from vit_jax.models import ResNetConfig
 
 _SEEDS, _SHOTS, _MOST_IMAGES = (0, 1, 2), 10, 2048
-_ALONG = 3  # single patches along a side of the grid: 9 of them
+_ALONG = 3  # single patches per side of the grid, 9 in total
 
 
 def compute(images: Images, *networks: Network) -> Numbers:
     """Fits ridge probes to the class token, to means, and to single patches of each layer.
 
-    Returns `accuracy` and its `deviation` over draws (series l), NaN if a network has fewer
-    layers; the names of the `series`; the numbers of `shots`, `classes` and `tested` images.
+    Returns `accuracy` and its `deviation` over draws (series l), NaN beyond the layers of a model;
+    the names of the `series`; and the numbers of `shots`, `classes` and `tested` images.
     """
     source = networks[0].reader.source
     if not source.class_names or source.multi_label:
-        raise UserError('needs images with one label each')
+        raise UserError('needs images with one class label each')
     labels = source.labels[images.used(_MOST_IMAGES)]
     order = np.random.default_rng(0).permutation(len(labels))
     learned, tested = np.split(order, [len(order) // 2])
@@ -43,20 +43,20 @@ def compute(images: Images, *networks: Network) -> Numbers:
         result = ridge.probe(labels[learned], test, features_of=read, l2=ridge.L2, **draws)
         return [*result.accuracies.values()]
 
-    found: dict[str, list[tuple[float, float]]] = {}
+    by_series: dict[str, list[tuple[float, float]]] = {}
     for network in networks:
         for layer in _features(images, network):
             for kind, samples in layer.items():
                 of_draws = np.mean([accuracies(one) for one in samples.swapaxes(0, 1)], axis=0)
-                series = found.setdefault(f'{network.name}: {kind}', [])
+                series = by_series.setdefault(f'{network.name}: {kind}', [])
                 series.append((of_draws.mean(), of_draws.std()))
-    values = np.full((len(found), max(map(len, found.values())), 2), np.nan)
-    for row, series in zip(values, found.values(), strict=True):
+    values = np.full((len(by_series), max(map(len, by_series.values())), 2), np.nan)
+    for row, series in zip(values, by_series.values(), strict=True):
         row[: len(series)] = series
     return {
         'accuracy': values[..., 0],
         'deviation': values[..., 1],
-        'series': np.array([*found]),
+        'series': np.array([*by_series]),
         'shots': np.array(_SHOTS),
         'classes': np.array(len(np.unique(labels[learned]))),
         'tested': np.array(len(tested)),
@@ -66,7 +66,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
 def _features(
     images: Images, network: Network
 ) -> list[dict[str, Float[np.ndarray, 'i samples d']]]:
-    """Returns the features of each layer by kind; each of several samples is probed alone."""
+    """Returns the features of each layer by kind. Each sample of an image is probed separately."""
     config = network.loaded.config
 
     def of_map(x: Float[Array, 'b h w c']) -> dict[str, Array]:
@@ -76,11 +76,11 @@ def _features(
 
     def of_tokens(x: Float[Array, 'b n d']) -> dict[str, Array]:
         patches = x[:, network.vit.prefix :]
-        found = {
+        features = {
             'mean of patches': patches.mean(axis=1, keepdims=True),
             'single patches': patches[:, _spread(config.grid)],
         }
-        return found | ({'class token': x[:, :1]} if network.vit.positioned_prefix else {})
+        return features | ({'class token': x[:, :1]} if network.vit.positioned_prefix else {})
 
     chosen = layers.outputs(config)
     select = of_map if isinstance(config, ResNetConfig) else of_tokens
@@ -93,17 +93,17 @@ def _features(
 
 
 def _spread(grid: tuple[int, ...]) -> Int[np.ndarray, 's']:
-    """Returns places of a grid that are evenly spread over rows and columns, each once."""
+    """Returns distinct indices into a grid, evenly spread over rows and columns."""
     rows, columns = (np.unique(np.linspace(0, n - 1, _ALONG + 2)[1:-1].round()) for n in grid)
     return np.add.outer(rows * grid[1], columns).ravel().astype(int)
 
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws a line for each series, with the deviation over draws."""
+    """Draws a line per series, with the deviation over draws."""
     shots, classes, tested = (int(numbers[name]) for name in ('shots', 'classes', 'tested'))
-    title = f'Probes of each layer: at most {shots} images of each of {classes} classes to learn '
-    drawing = style.canvas(8.0, 4.6, f'{title}from, {tested:,} to test')
+    title = f'Probes of each layer: {classes} classes with at most {shots} training images each, '
+    drawing = style.canvas(8.0, 4.6, f'{title}{tested:,} test images')
     axes = drawing.subplots()
     for place, name in enumerate(numbers['series'].tolist()):
         accuracy, deviation = 100 * numbers['accuracy'][place], 100 * numbers['deviation'][place]

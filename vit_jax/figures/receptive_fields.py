@@ -1,9 +1,9 @@
 """Effective receptive fields (Raghu et al., section 5, figure 6, appendix C.4).
 
-How much each pixel changes the center of a layer: the absolute derivative, averaged over images,
+The influence of each pixel on the center of a layer: the absolute gradient, averaged over images,
 colors and some channels. Top: the branch before the skip connection is added (attention of a ViT,
-last norm of the unit of a ResNet). Bottom: the output of the block or unit. The first layers of a
-ViT see much of the image; the skip connection keeps their own place visible.
+last norm of a ResNet unit). Bottom: the output of the block or unit. The first layers of a ViT see
+much of the image; the skip connection emphasizes their own position.
 """
 
 import dataclasses
@@ -19,19 +19,19 @@ from vit_jax.figures.figure import Figure, Images, Network, Numbers
 from vit_jax.figures.layers import Layer
 from vit_jax.models import ResNetConfig, build
 
-_LAYERS, _IMAGES, _CHANNELS = 6, 32, 2  # drawn layers; images and channels that are averaged
+_LAYERS, _IMAGES, _CHANNELS = 6, 32, 2  # drawn layers; averaged images and channels
 
 
 def compute(images: Images, network: Network) -> Numbers:
-    """Returns the fields `before` and `after` the skip connection (l h w) of `layers` (l)."""
+    """Returns the fields (l h w) `before` and `after` the skip connection of `layers` (l)."""
     config = network.loaded.config
     if isinstance(config, ResNetConfig):
         names = layers.units(config.backbone)
         if not names:
-            raise UserError('the ResNet has no units: it is the root alone')
+            raise UserError('the ResNet has no units, only the root')
         names = [names[i] for i in style.evenly(len(names), _LAYERS)]
         taps = [[Layer(f'{unit}/{part}') for unit in names] for part in ('norm3', 'out')]
-        # Units differ in channels, so each has its own pass.
+        # Units differ in their number of channels, so each needs its own pass.
         before, after = ([_fields(images, network, [one])[0] for one in part] for part in taps)
         fields = np.array([before, after])
     else:
@@ -45,7 +45,7 @@ def compute(images: Images, network: Network) -> Numbers:
 def _fields(
     images: Images, network: Network, chosen: Sequence[Layer]
 ) -> Float[np.ndarray, 'l h w']:
-    """Computes the fields of layers that have equal numbers of channels."""
+    """Computes the fields of layers with equal numbers of channels."""
     config = network.loaded.config
     rows, columns = config.grid
 
@@ -55,7 +55,7 @@ def _fields(
         return x[:, config.prefix + rows // 2 * columns + columns // 2]
 
     taps = layers.same_reduction(chosen, center)
-    # The backward pass computes blocks again: their activations would not fit.
+    # The backward pass recomputes blocks: activations of all of them would not fit in memory.
     model = build(config, compute=dataclasses.replace(network.loaded.compute, remat='block'))
 
     def centers(params: Params, pixels: Float[Array, 'b h w c']) -> Float[Array, 'l b d']:
@@ -69,8 +69,8 @@ def _fields(
         channels = jax.random.randint(jax.random.key(0), (len(pixels), _CHANNELS), 0, width)
         return receptive_fields(lambda x: centers(params, x), pixels, channels)
 
-    found = [*map(network.compile(of_batch), images.batches(network, _IMAGES))]
-    return np.mean(found, axis=0)
+    fields = [*map(network.compile(of_batch), images.batches(network, _IMAGES))]
+    return np.mean(fields, axis=0)
 
 
 @style.styled
@@ -78,7 +78,7 @@ def draw(numbers: Numbers) -> style.Drawing:
     """Draws two rows of fields: before and after the skip connection."""
     tiles = style.relative(np.stack([numbers['before'], numbers['after']]))
     height, width = 2 * tiles.shape[2], tiles.shape[1] * tiles.shape[3]
-    drawing = style.canvas_for((height, width), 'What the center of each layer sees of the image')
+    drawing = style.canvas_for((height, width), 'Receptive field of the center of each layer')
     axes = drawing.subplots()
     names = [str(name).replace('/', '\n') for name in numbers['layers']]
     rows = ('branch', 'after the\nskip\nconnection')
@@ -88,7 +88,7 @@ def draw(numbers: Numbers) -> style.Drawing:
 
 
 def finding(numbers: Numbers) -> str:
-    """Returns the share of pixels that hold half of a field."""
+    """Returns the smallest share of pixels that contains half of a field."""
 
     def spread(field: Float[np.ndarray, 'h w']) -> float:
         total = np.sort(field.ravel())[::-1].cumsum()
@@ -97,8 +97,8 @@ def finding(numbers: Numbers) -> str:
     shares = [[spread(field) for field in numbers[stage]] for stage in ('before', 'after')]
     before, after = np.mean(shares, axis=1)
     return (
-        f'Half of the field is in {shares[1][0]:.0%} of the pixels in the first layer; on average '
-        f'in {before:.0%} before the skip connection and in {after:.0%} after it.'
+        f'Half of the field is in {shares[1][0]:.0%} of the pixels in the first layer. The mean '
+        f'over layers is {before:.0%} before the skip connection and {after:.0%} after it.'
     )
 
 

@@ -1,9 +1,10 @@
 """Skip connections and branches (Raghu et al., section 6, figure 7, appendix E.2).
 
-Left: the norm of what passes a block by its skip connection, divided by the norm of what the block
-adds, averaged over tokens and images; above 1 more is kept than added. Right: the cosine between
-the addition and the sum; near 1 the block decides what the token becomes. In the paper the class
-token is passed on in the first half and changed in the second, and patches the other way round.
+Left: the norm of the skip connection divided by the norm of the branch that is added to it,
+averaged over tokens and images; above 1, the skip connection dominates. Right: the cosine of the
+branch and the sum; near 1, the branch determines the output. In the paper, the class token mostly
+passes through the skip connections in the first half and is changed in the second half; for patches
+it is the opposite.
 """
 
 import jax.numpy as jnp
@@ -17,13 +18,13 @@ from vit_jax.models import ResNetConfig
 
 
 def compute(images: Images, network: Network) -> Numbers:
-    """Returns `ratio` and `cosine` (kinds l), their `kinds`, and the names of the `layers` (l)."""
+    """Returns `ratio` and `cosine` (kinds l), the `kinds`, and the names of the `layers` (l)."""
     config = network.loaded.config
     prefix = class_tokens = 0
     if isinstance(config, ResNetConfig):
         names = layers.units(config.backbone)
         if not names:
-            raise UserError('the ResNet has no units: it is the root alone')
+            raise UserError('the ResNet has no units, only the root')
         taps, kinds = [f'{unit}/residual' for unit in names], ['units']
     else:
         names = [f'block{block}' for block in range(config.depth)]
@@ -42,16 +43,16 @@ def compute(images: Images, network: Network) -> Numbers:
     captures = list(images.captures(network, dict.fromkeys(taps, measure)))
     means = [np.mean([each[tap] for each in captures], axis=0) for tap in taps]
     if isinstance(config, ResNetConfig):
-        found = np.stack(means, axis=1)  # kinds l 2
+        pairs = np.stack(means, axis=1)  # kinds l 2
     else:
-        found = np.concatenate([mean.swapaxes(0, 1) for mean in means])
-    values = {'ratio': found[..., 0], 'cosine': found[..., 1]}
+        pairs = np.concatenate([mean.swapaxes(0, 1) for mean in means])
+    values = {'ratio': pairs[..., 0], 'cosine': pairs[..., 1]}
     return values | {'kinds': np.array(kinds), 'layers': np.array(names)}
 
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws a line for each kind of branch and token."""
+    """Draws a line per kind of branch and token."""
     drawing = style.canvas(11.0, 4.6, 'Skip connections and branches')
     left, right = drawing.subplots(1, 2)
     for place, kind in enumerate(numbers['kinds'].tolist()):
@@ -60,7 +61,7 @@ def draw(numbers: Numbers) -> style.Drawing:
     for axes in left, right:
         style.by_depth(axes, 'unit' if 'units' in numbers['kinds'] else 'block')
     style.magnitudes(left)
-    left.set_ylabel('norm of the skip connection / of the branch')
+    left.set_ylabel('norm of the skip connection / norm of the branch')
     right.set_ylabel('cosine of the branch and the output')
     style.legend(drawing, left)
     return drawing

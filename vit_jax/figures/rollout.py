@@ -1,9 +1,9 @@
 """Attention rollout (ViT paper, figures 6 and 14, appendix D.8; Abnar and Zuidema).
 
-How much of each patch reaches the tokens that the head reads (class token, mean of patches, or
-attention pooling), if attention were all that mixes tokens: the attention of each block is averaged
-over its heads, the identity is added for the skip connection, and the matrices of all blocks are
-multiplied. In a good classifier bright places are on the object of the image.
+An estimate of how much each patch contributes to the tokens that the head reads (class token, mean
+of patches, or attention pooling). The attention of each block is averaged over its heads, the
+identity is added for the skip connection, and the matrices of all blocks are multiplied. In a good
+classifier, bright places are on the object in the image.
 """
 
 import jax
@@ -16,11 +16,11 @@ from vit_jax.figures import style
 from vit_jax.figures.attention_maps import mean_of_read_tokens
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
 
-_SHOWN, _PAIRS = 6, 2  # images, and pairs of pictures in a row
+_SHOWN, _PAIRS = 6, 2  # images; image pairs per row
 
 
 def compute(images: Images, network: Network) -> Numbers:
-    """Returns the first `images` (b h w 3) from 0 to 1, and the `relevance` (b rows columns)."""
+    """Returns the first `images` (b h w 3) in [0, 1], and their `relevance` (b rows columns)."""
     config, prefix = network.vit, network.vit.prefix
     skips = [block not in config.blocks_without_skips for block in range(config.depth)]
 
@@ -28,25 +28,25 @@ def compute(images: Images, network: Network) -> Numbers:
     def relevance(captured: dict[str, Array]) -> Float[Array, 'b m']:
         rolled = attention.rollout(captured['attention/weights'][:, :, None], skips=skips)
         if config.pool == 'map':
-            pooling = captured['pool/attention/weights']  # of the patches alone
+            pooling = captured['pool/attention/weights']  # over patches only
             return jnp.einsum('bn,bnm->bm', pooling, rolled[:, prefix:])[:, prefix:]
         return mean_of_read_tokens(config, rolled)[:, prefix:]
 
     wanted = {'attention/weights': lambda weights: weights.mean(axis=1)}
     if config.pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights.mean(axis=(1, 2))
-    found = [np.asarray(relevance(each)) for each in images.captures(network, wanted, _SHOWN)]
-    shown = np.concatenate(found)[:_SHOWN].reshape(-1, *config.grid)
+    batches = [np.asarray(relevance(each)) for each in images.captures(network, wanted, _SHOWN)]
+    shown = np.concatenate(batches)[:_SHOWN].reshape(-1, *config.grid)
     return {'images': images.first(network, len(shown)), 'relevance': shown}
 
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws each image, and next to it in gray under the relevance of its patches."""
+    """Draws each image, and a gray copy overlaid with the relevance of its patches."""
     images, relevance = numbers['images'], style.relative(numbers['relevance'])
     height, width = images.shape[1:3]
     rows = -(-len(images) // _PAIRS)
-    title = 'How much of each patch reaches the output'
+    title = 'Attention rollout: contribution of each patch to the output'
     drawing = style.canvas(4.0 * _PAIRS + 1.2, 2.0 * height / width * rows + 0.8, title)
     axes = drawing.subplots(rows, 2 * _PAIRS, squeeze=False)
     for ax in axes.flat:

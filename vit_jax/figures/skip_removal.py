@@ -1,8 +1,8 @@
-"""Without the skip connections of a block (Raghu et al., section 6, figure 8).
+"""Removed skip connections (Raghu et al., section 6, figure 8).
 
-Networks that were trained without the two skip connections of a block, and last the same network
-with all of them. Skip connections pass the features of the first layers to the last. In the paper
-layers before the block are dissimilar to layers after it.
+Similarity of layers (CKA) in models that were trained without the two skip connections of a block;
+the last model has all skip connections. Skip connections pass features of the first layers to the
+last layers. In the paper, layers before the block are dissimilar to layers after it.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ from vit_jax.models import ModelConfig, ViTConfig
 
 
 def compute(images: Images, *networks: Network) -> Numbers:
-    """Compares networks without the skip connections of some blocks with one that has all.
+    """Compares models without the skip connections of some blocks with a model that has all.
 
-    Returns `cka` (p t t) of each, the whole network last; `names` (p); the names of the `layers`
-    (t); and which layers (p t) are in a block whose skip connections are `removed`.
+    Returns `cka` (p t t) of each model, the complete model last; `names` (p) of the models; names
+    of the `layers` (t); and `removed` (p t), which marks layers in blocks without skip connections.
     """
     whole = [network for network in networks if not _removed(network)]
     cut = [network for network in networks if _removed(network)]
     pairs = [(one, other) for other in whole for one in cut if _body(one) == _body(other)]
     if not pairs:
         raise UserError(
-            'needs a network that was trained with config.model.blocks_without_skips, and one of '
-            'the same sizes that was trained without'
+            'needs a model that was trained with config.model.blocks_without_skips, and a model of '
+            'the same architecture that has all skip connections'
         )
     reference = pairs[0][1]
     compared = [one for one, other in pairs if other is reference] + [reference]
@@ -48,7 +48,7 @@ def _removed(network: Network) -> tuple[int, ...]:
 
 
 def _body(network: Network) -> ModelConfig:
-    """Returns the architecture without its head, as if all blocks had skip connections."""
+    """Returns the architecture without head, with skip connections in all blocks."""
     body = headless(network.loaded.config)
     return (
         dataclasses.replace(body, blocks_without_skips=()) if isinstance(body, ViTConfig) else body
@@ -57,9 +57,9 @@ def _body(network: Network) -> ModelConfig:
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws the matrices side by side, with dashed lines around the blocks without skips."""
+    """Draws the matrices side by side, with dashed lines around blocks without skip connections."""
     count = len(numbers['names'])
-    title = 'CKA of all layers; between the dashed lines, a block without skip connections'
+    title = 'CKA of all layers; the dashed lines enclose a block without skip connections'
     drawing = style.canvas(6.0 * count, 6.5, title)
     panels = drawing.subplots(1, count)
     for axes, values, name, removed in zip(
@@ -75,7 +75,7 @@ def draw(numbers: Numbers) -> style.Drawing:
 
 
 def finding(numbers: Numbers) -> str:
-    """Returns the mean CKA across the first removed block and on the same side of it."""
+    """Returns the mean CKA of layers on different sides of the first cut block, and on one side."""
     cut = int(numbers['removed'].any(axis=0).argmax())
     before = np.arange(len(numbers['layers'])) < cut
     same = np.equal.outer(before, before)
@@ -85,7 +85,7 @@ def finding(numbers: Numbers) -> str:
         for name, values in zip(numbers['names'].tolist(), numbers['cka'], strict=True)
     ]
     where = numbers['layers'][cut]
-    return f'Mean CKA across {where} (and of layers on the same side): {", ".join(means)}.'
+    return f'Mean CKA across {where} (and between layers on one side): {", ".join(means)}.'
 
 
 FIGURE = Figure(__doc__, compute, draw, finding, of_all=True)

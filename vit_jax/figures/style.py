@@ -1,6 +1,6 @@
-"""The common look of all drawings: settings of matplotlib, lines, legends, mosaics of tiles.
+"""The style of all drawings: matplotlib settings, lines, legends, mosaics of tiles.
 
-A drawing is a `matplotlib.figure.Figure` of the object interface: no display, no global state.
+A drawing is a `matplotlib.figure.Figure`, used without pyplot: no display, no global state.
 """
 
 import functools
@@ -23,13 +23,13 @@ from vit_jax.base import Float
 P = ParamSpec('P')
 Drawing = Figure  # `figure.Figure` is another class
 
-# Readers with any kind of color vision can tell these colors apart (Okabe and Ito for lines).
+# Safe for color-blind readers; line colors by Okabe and Ito.
 SEQUENTIAL, DIVERGING = 'viridis', 'PuOr'
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#000000', '#56B4E9', '#E69F00')
 MARKERS, DASHES = 'osD^vP*X', ('-', '--', ':', '-.')
-SHARES: dict[str, Any] = {'cmap': SEQUENTIAL, 'vmin': 0, 'vmax': 1}  # of `imshow`
+SHARES: dict[str, Any] = {'cmap': SEQUENTIAL, 'vmin': 0, 'vmax': 1}  # options of imshow
 
-_LETTER_INCHES = 0.085  # mean width of a letter of 10 points
+_LETTER_INCHES = 0.085  # mean width of a character at 10 points
 _SETTINGS: dict[str, Any] = {
     'axes.titlesize': 10,
     'figure.titlesize': 11,
@@ -41,7 +41,7 @@ _SETTINGS: dict[str, Any] = {
 
 
 def styled(draw: Callable[P, Drawing]) -> Callable[P, Drawing]:
-    """Decorates a function that draws with the style of this module, whatever matplotlibrc says."""
+    """Decorates a drawing function, so that it uses this style and ignores matplotlibrc."""
 
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Drawing:
@@ -52,7 +52,7 @@ def styled(draw: Callable[P, Drawing]) -> Callable[P, Drawing]:
 
 
 def canvas(width: float, height: float, title: str) -> Drawing:
-    """Returns an empty drawing with its title; the size in inches is at least 5 x 2.5."""
+    """Returns an empty drawing with a title. Its size in inches is at least 5 x 2.5."""
     drawing = Drawing(figsize=(max(5, width), max(2.5, height)), dpi=160, layout='compressed')
     FigureCanvasAgg(drawing)
     drawing.suptitle('\n'.join(textwrap.wrap(title, letters(drawing.get_figwidth() / 1.15))))
@@ -60,13 +60,13 @@ def canvas(width: float, height: float, title: str) -> Drawing:
 
 
 def canvas_for(shape: Sequence[int], title: str) -> Drawing:
-    """Returns an empty drawing with room for an image (height, width) and a bar of its colors."""
+    """Returns an empty drawing with room for an image (height, width) and a color bar."""
     height, width = 8 * np.array(shape[:2]) / max(shape[:2])
     return canvas(width + 1.6, height + 1.2, title)
 
 
 def png(drawing: Drawing) -> bytes:
-    """Returns the drawing without its margins. Equal drawings give equal bytes."""
+    """Renders the drawing as PNG without margins. Equal drawings give equal bytes."""
     file = io.BytesIO()
     with matplotlib.style.context(_SETTINGS, after_reset=True):
         drawing.savefig(file, bbox_inches='tight', pad_inches=0.1, metadata={'Software': None})
@@ -74,12 +74,12 @@ def png(drawing: Drawing) -> bytes:
 
 
 def letters(inches: float) -> int:
-    """Returns how many letters fit."""
+    """Returns the number of characters that fit into a width."""
     return int(inches / _LETTER_INCHES)
 
 
 def shorten(name: str, most: int) -> str:
-    """Returns the name with at most `most` letters, the middle of a long one left out."""
+    """Shortens a name to at most `most` characters, by removing its middle."""
     most = max(3, most)
     return (
         name if len(name) <= most else f'{name[: most // 2]}…{name[len(name) - (most - 1) // 2 :]}'
@@ -87,24 +87,24 @@ def shorten(name: str, most: int) -> str:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Returns at most `most` indices below `count`, evenly spread from the first to the last."""
+    """Returns at most `most` indices below `count`, evenly spaced from first to last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
 def line(place: int, name: str) -> dict[str, Any]:
-    """Returns color, marker, dashes and label of line number `place`."""
+    """Returns matplotlib options for line number `place`: color, marker, dashes, label."""
     label = shorten(name, 48)
     return {
         'color': COLORS[place % len(COLORS)],
         'marker': MARKERS[place % len(MARKERS)],
         'linestyle': DASHES[place // len(COLORS) % len(DASHES)],
         'markeredgewidth': 0,
-        'label': f' {label}' if label.startswith('_') else label,  # `_` would hide it
+        'label': f' {label}' if label.startswith('_') else label,  # `_` would hide the label
     }
 
 
 def legend(drawing: Drawing, axes: Axes) -> None:
-    """Names the lines of the axes below them; the drawing grows with rows beyond three."""
+    """Adds a legend below the axes. The drawing grows if the legend has more than three rows."""
     lines, names = axes.get_legend_handles_labels()
     width = max(map(len, names)) * _LETTER_INCHES + 0.7
     columns = min(max(1, int(drawing.get_figwidth() / width)), len(names))
@@ -114,13 +114,13 @@ def legend(drawing: Drawing, axes: Axes) -> None:
 
 
 def by_depth(axes: Axes, unit: str = 'block') -> None:
-    """Labels an x axis of whole numbers of blocks."""
+    """Labels the x axis as depth, with integer ticks."""
     axes.set_xlabel(f'{unit} (0 is next to the image)')
     axes.locator_params(axis='x', integer=True, min_n_ticks=1)
 
 
 def magnitudes(axes: Axes) -> None:
-    """Makes the y axis logarithmic, with ticks such as 0.5, 1, 2, 5."""
+    """Sets a logarithmic y axis with ticks such as 0.5, 1, 2, 5."""
     axes.set_yscale('log')
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter('{x:g}')
@@ -130,14 +130,14 @@ def magnitudes(axes: Axes) -> None:
 def colorbar(
     axes: Any, label: str, *, low: float = 0.0, high: float = 1.0, cmap: str = SEQUENTIAL
 ) -> None:
-    """Adds a bar that explains the colors next to axes, one or an array of them."""
+    """Adds a color bar next to one axes object or an array of them."""
     mappable = ScalarMappable(Normalize(low, high), cmap)
     drawing = np.ravel(axes)[0].figure
     drawing.colorbar(mappable, ax=axes, label=label, fraction=0.05, pad=0.02, aspect=30)
 
 
 def relative(values: Float[np.ndarray, '*n']) -> Float[np.ndarray, '*n']:
-    """Divides each map (the last two axes) by its largest value; zeros remain."""
+    """Divides each map (the last two axes) by its largest value. Maps of zeros are unchanged."""
     largest = values.max(axis=(-2, -1), keepdims=True)
     return values / np.where(largest > 0, largest, 1)
 
@@ -150,7 +150,7 @@ def mosaic(
     columns: Sequence[object],
     **how: Any,
 ) -> None:
-    """Draws tiles side by side, with names of rows and columns; `how` goes to `imshow`."""
+    """Draws tiles side by side, with row and column names. `how` has options of imshow."""
     r, c, h, w = tiles.shape
     gap = max(1, w // 16)
     padded = np.pad(tiles, ((0, 0), (0, 0), (0, gap), (0, gap)), constant_values=np.nan)
@@ -158,6 +158,6 @@ def mosaic(
     axes.imshow(image[:-gap, :-gap], interpolation='nearest', **how)
     axes.set_xticks(np.arange(c) * (w + gap) + (w - 1) / 2, [str(name) for name in columns])
     axes.set_yticks(np.arange(r) * (h + gap) + (h - 1) / 2, [str(name) for name in rows])
-    axes.set_facecolor('0.75')  # of the gaps, as a tile may be white itself
+    axes.set_facecolor('0.75')  # color of the gaps, since tiles may be white
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

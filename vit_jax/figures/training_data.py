@@ -1,7 +1,7 @@
-"""Trained on other amounts of data (Raghu et al., section 8).
+"""Effect of the amount of training data (Raghu et al., section 8).
 
-Each block of the other networks, compared (CKA) with the same block of the first network, for
-example networks of one architecture that were trained on parts of the same data. First layers are
+The similarity (CKA) of each layer of the other models to the same layer of the first model. Use it
+with models of one architecture that were trained on subsets of the same data. First layers are
 learned from little data; last layers need more.
 """
 
@@ -14,31 +14,31 @@ from vit_jax.figures.figure import Figure, Images, Network, Numbers
 
 
 def compute(images: Images, *networks: Network) -> Numbers:
-    """Compares each layer of networks with the same layer of the first one, the `reference`.
+    """Compares each layer of the models with the same layer of the first model, the `reference`.
 
-    Returns `cka` (m l), the `names` (m) of the other networks, and of the `layers` (l).
+    Returns `cka` (m l), and the names of the other models, `names` (m), and of the `layers` (l).
     """
     first, *others = networks
     body = headless(first.loaded.config)
     compared = [one for one in others if headless(one.loaded.config) == body]
     if not compared:
         raise UserError(
-            f'no other network has the architecture of {first.name}, the first one given'
+            f'needs another model with the architecture of {first.name}, the first CHECKPOINT'
         )
-    found = cka.similarity(images, [first, *compared], layers.outputs)
+    numbers = cka.similarity(images, [first, *compared], layers.outputs)
     count = len(layers.outputs(first.loaded.config))
-    blocks = found['cka'][:count].reshape(count, -1, count)
+    blocks = numbers['cka'][:count].reshape(count, -1, count)
     return {
         'cka': np.einsum('lml->ml', blocks)[1:],
         'names': np.array([network.name for network in compared]),
-        'layers': found['layers'][:count],
+        'layers': numbers['layers'][:count],
         'reference': np.array(first.name),
     }
 
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws a line for each of the other networks."""
+    """Draws a line per model."""
     reference = style.shorten(str(numbers['reference']), 40)
     drawing = style.canvas(8.0, 4.6, f'Similarity of each layer to the same layer of {reference}')
     axes = drawing.subplots()

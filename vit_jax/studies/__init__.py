@@ -1,1 +1,1 @@
-"""Many experiments as one study: its runs, and their results."""
+"""Plans the runs of a study, reads their metrics, and tabulates the results."""

@@ -1,4 +1,4 @@
-"""The typed configuration of a study: experiments that differ in some values."""
+"""The typed configuration of a study: grids of experiments, and a plot."""
 
 import dataclasses
 import re
@@ -7,26 +7,26 @@ from typing import Any
 from vit_jax.base import Record, require, require_between
 from vit_jax.config import TrainConfig, default
 
-COMPUTE = 'compute'  # the measure: floating-point operations of the first training
+COMPUTE = 'compute'  # name of the measure: floating-point operations of the first training
 
 
 @dataclasses.dataclass(kw_only=True)
 class Grid(Record):
-    """Experiments that differ in the values of some axes: every combination, with every seed.
+    """A grid of experiments: every combination of the values of its axes, with every seed.
 
-    `axes` name, for each value of an axis, the fields that it changes and their new values, such as
+    `axes` maps each value of an axis to the fields that it changes, such as
     {'depth': {'6': {'model.depth': 6}, '12': {'model.depth': 12}}}. If `start_from` names an
-    earlier grid, each run of that grid continues here, with its own values and seed: the model is
-    the one of its checkpoint, at the step that `best` selects.
+    earlier grid, the experiments start from the checkpoint of each run of that grid, with its model
+    and seed. `best` of the earlier grid selects the step of the checkpoint.
     """
 
-    changes: dict[str, Any] = default(dict)  # of the study's base, for all experiments
+    changes: dict[str, Any] = default(dict)  # FIELD: new value, for all experiments of the grid
     axes: dict[str, dict[str, dict[str, Any]]] = default(dict)  # AXIS: VALUE: FIELD: new value
-    start_from: str | None = None  # an earlier grid; None: what `base` says
-    best: str | None = None  # KIND/NAME: use the step where this number is highest; None: the last
+    start_from: str | None = None  # name of an earlier grid; None: `start_from` of the base
+    best: str | None = None  # KIND/NAME: use the step with its highest value; None: the last step
     measures: tuple[str, ...] = ('test/accuracy',)  # KIND/NAME as in metrics.jsonl, or `compute`
-    published: dict[str, float] = default(dict)  # by VALUE-VALUE, of the first measure
-    means: dict[str, tuple[str, ...]] = default(dict)  # over some values of the last axis
+    published: dict[str, float] = default(dict)  # VALUE-VALUE: published value of the first measure
+    means: dict[str, tuple[str, ...]] = default(dict)  # NAME: values of the last axis to average
 
     def check(self) -> None:
         for axis, values in self.axes.items():
@@ -41,35 +41,35 @@ class Grid(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class Drawing(Record):
-    """The picture of a study: a measure over the values of an axis, a line for each of the others.
+    """The plot of a study: a measure over an axis, with a line per combination of the other axes.
 
-    Over `compute`, floating-point operations counted from the multiply-adds of the model, there is
-    a line for each grid, or for each value of the first axis if there is one grid.
+    If `x` is `compute` (floating-point operations, from the multiply-adds of the model), there is a
+    line per grid, or per value of the first axis if there is only one grid.
     """
 
-    x: str  # an axis, or `compute`
+    x: str  # name of an axis, or `compute`
     y: str = 'test/accuracy'  # one of the measures
-    mean: str | None = None  # one of the grids' means, in place of the values of the last axis
-    logarithmic: bool = False  # the x axis
+    mean: str | None = None  # plot these `means` of the grids, not the values of the last axis
+    logarithmic: bool = False  # whether the x axis is logarithmic
 
 
 @dataclasses.dataclass(kw_only=True)
 class Study(Record):
-    """Experiments that are compared, and their picture (python -m vit_jax.study)."""
+    """Grids of experiments, and a plot of their results (python -m vit_jax.study)."""
 
-    title: str  # of the table and the picture
-    base: TrainConfig  # the experiment that all others change
-    grids: dict[str, Grid]  # by name, in the order in which they run
-    seeds: tuple[int, ...] = (0,)  # of each experiment
-    draw: Drawing | None = None  # None: no picture
+    title: str  # title of the tables and the plot
+    base: TrainConfig  # the experiment that the grids change
+    grids: dict[str, Grid]  # grids by name, in the order in which they run
+    seeds: tuple[int, ...] = (0,)  # seeds of each experiment
+    draw: Drawing | None = None  # the plot; None: no plot
 
     def check(self) -> None:
-        require(bool(self.grids), 'grids: expected at least one')
+        require(bool(self.grids), 'grids: expected at least one grid')
         require_between(self, 'seeds', low=0, below=2**32)
         distinct = len({*self.seeds}) == len(self.seeds) > 0
-        require(distinct, f'seeds={self.seeds}: expected at least one, each once')
+        require(distinct, f'seeds={self.seeds}: expected one or more distinct seeds')
         seed = self.base.seed
-        require(seed == TrainConfig.seed, f'base.seed={seed}: expected `seeds` of the study')
+        require(seed == TrainConfig.seed, f'base.seed={seed}: set `seeds` of the study instead')
         earlier: list[str | None] = [None]
         for name, grid in self.grids.items():
             _require_name('grids', name)
@@ -82,12 +82,12 @@ class Study(Record):
             axes = {axis for grid in grids for axis in grid.axes}
             means = {None, *(name for grid in grids for name in grid.means)}
             checks: dict[str, set[Any]] = {'x': axes | {COMPUTE}, 'y': measures, 'mean': means}
-            for name, known in checks.items():
+            for name, values in checks.items():
                 value = getattr(self.draw, name)
-                require(value in known, f'draw.{name}={value!r}: expected one of {known}')
+                require(value in values, f'draw.{name}={value!r}: expected one of {values}')
 
 
 def _require_name(where: str, name: str) -> None:
-    """Raises UserError unless the name can be a folder, or a part of its name."""
+    """Raises UserError unless the name can be part of a folder name."""
     fits = re.fullmatch(r'[\w+%@=-][\w.+%@=-]{0,63}', name) is not None
-    require(fits, f'{where}: {name!r}: expected 1 to 64 letters, digits and any of .+%@=-')
+    require(fits, f'{where}: {name!r}: expected 1 to 64 letters, digits or any of _.+%@=-')

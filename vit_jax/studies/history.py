@@ -1,4 +1,4 @@
-"""Reads what runs have written into their work directories, while they run or afterwards."""
+"""Reads metrics, configuration and ledger from work directories, also of runs in progress."""
 
 import itertools
 import math
@@ -13,25 +13,25 @@ Numbers = dict[str, dict[int, float]]  # by KIND/NAME, such as test/accuracy, an
 
 
 class History(NamedTuple):
-    """A run: its configuration, its numbers, and where its time went."""
+    """The configuration, metrics and wall time of a run."""
 
     name: str
     folder: Path
-    config: dict[str, Any]  # of JSON values; {} without a file
-    lines: list[dict[str, Any]]  # of metrics.jsonl
-    numbers: Numbers  # of these lines
-    seconds: dict[str, float]  # of wall time by name, over all starts
-    event: str  # the last one in the ledger, such as `saving` or `complete`
+    config: dict[str, Any]  # config.json; {} without a file
+    lines: list[dict[str, Any]]  # the lines of metrics.jsonl
+    numbers: Numbers  # the metrics in these lines
+    seconds: dict[str, float]  # wall time by activity, over all starts
+    event: str  # last event in ledger.jsonl, such as `saving` or `complete`; '' without a ledger
 
 
 def read_all(paths: Sequence[str]) -> list[History]:
-    """Returns the histories of work directories, each with its own name.
+    """Reads the histories of work directories, with distinct names.
 
-    Raises UserError if one is not a work directory, or if two are the same.
+    Raises UserError if a path is not a work directory, or is repeated.
     """
     folders = [storage.folder(path) for path in paths]
-    require(len({*folders}) == len(folders), f'{", ".join(paths)}: expected each directory once')
-    for count in itertools.count(1):  # as few of the last parts of each path as tell them apart
+    require(len({*folders}) == len(folders), f'{", ".join(paths)}: expected distinct directories')
+    for count in itertools.count(1):  # as few last parts of the paths as make the names unique
         names = ['/'.join(folder.parts[-count:]) for folder in folders]
         if len({*names}) == len(names):
             return [read(folder, name) for folder, name in zip(folders, names, strict=True)]
@@ -39,10 +39,10 @@ def read_all(paths: Sequence[str]) -> list[History]:
 
 
 def read(folder: Path, name: str) -> History:
-    """Returns the history of one work directory. Raises UserError if a run has not begun there."""
+    """Reads the history of a work directory. Raises UserError if no run was started in it."""
     metrics, config = folder / workdirs.METRICS, folder / workdirs.CONFIG
     if not metrics.exists() and not config.exists():
-        raise UserError(f'{folder}: no {metrics.name}; expected the work directory of a training')
+        raise UserError(f'{folder}: has no {metrics.name}; expected a work directory')
     lines = storage.read_json_lines(metrics, kind=str, step=int)
     values: dict[str, Any] = {}
     if config.exists():

@@ -1,7 +1,7 @@
-"""The runs of a study: which there are, in which order, and which are complete.
+"""Plans the runs of a study in order, and tells which are complete.
 
-In the directory of the study GRID/VALUE-VALUE-seedN is the work directory of a run, and
-GRID/VALUE-VALUE-seedN.json the configuration that it is trained with.
+In the directory of the study, GRID/VALUE-VALUE-seedN is the work directory of a run and
+GRID/VALUE-VALUE-seedN.json its configuration.
 """
 
 import itertools
@@ -22,22 +22,22 @@ class PlannedRun(NamedTuple):
 
     name: str  # GRID/VALUE-VALUE-seedN
     grid: str
-    values: dict[str, str]  # of the axes, by their names
+    values: dict[str, str]  # AXIS: VALUE
     seed: int
-    config: TrainConfig  # without the checkpoint of `after`
+    config: TrainConfig  # start_from is not set to the checkpoint of `after`
     after: 'PlannedRun | None'  # the run whose checkpoint this one starts from
 
     @property
     def first(self) -> 'PlannedRun':
-        """The first of the runs that lead to this one."""
+        """The first run in the chain of `after` that leads to this one."""
         return self if self.after is None else self.after.first
 
 
 def planned(study: Study) -> list[PlannedRun]:
-    """Returns all runs, seed by seed, each after the one that it starts from.
+    """Returns all runs, seed by seed, each after the run that it starts from.
 
-    Raises UserError for an unknown field, a wrong value, two runs of one name, and a measure that
-    no run writes.
+    Raises UserError for an unknown field, an invalid value, two runs with one name, or a measure
+    that no run writes.
     """
     runs = dict[str, PlannedRun]()
     for seed in study.seeds:
@@ -48,17 +48,17 @@ def planned(study: Study) -> list[PlannedRun]:
             for run in by_grid[name]:
                 _check_measures(grid, run)
                 key = run.name.casefold()  # some file systems ignore case
-                require(key not in runs, f'{run.name}: expected one run of this name, got two')
+                require(key not in runs, f'{run.name}: got two runs with this name')
                 runs[key] = run
             combinations = {'-'.join(run.values.values()) for run in by_grid[name]}
             unknown = grid.published.keys() - combinations
-            require(not unknown, f'grids.{name}.published: no experiments {unknown}')
+            require(not unknown, f'grids.{name}.published: unknown experiments {unknown}')
     return [*runs.values()]
 
 
 def _of_grid(study: Study, name: str, start: PlannedRun | None, seed: int) -> Iterator[PlannedRun]:
     grid, where = study.grids[name], f'grids.{name}'
-    fresh = {} if start is None else {'model': None}  # the checkpoint has the model
+    fresh = {} if start is None else {'model': None}  # use the checkpoint's model
     base = records.with_values(study.base, fresh | grid.changes, where=f'{where}.changes')
     for chosen in itertools.product(*grid.axes.values()):
         values, config = dict(zip(grid.axes, chosen, strict=True)), base
@@ -74,9 +74,9 @@ def _of_grid(study: Study, name: str, start: PlannedRun | None, seed: int) -> It
 def _check_measures(grid: Grid, run: PlannedRun) -> None:
     kinds = ['train', *run.config.evaluations, *(['fewshot'] if run.config.fewshot else [])]
     for measure in (*grid.measures, *([grid.best] if grid.best else [])):
-        known = measure == COMPUTE or measure.partition('/')[0] in kinds
+        is_known = measure == COMPUTE or measure.partition('/')[0] in kinds
         expected = ', '.join(f'{kind}/...' for kind in kinds)
-        require(known, f'grids.{run.grid}: {measure!r}: expected one of {expected}, compute')
+        require(is_known, f'grids.{run.grid}: {measure!r}: expected one of {expected}, compute')
 
 
 def last_step(folder: Path, run: PlannedRun) -> int | None:
@@ -91,18 +91,18 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
 
 
 def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
-    """Raises UserError if a complete run was trained, or measured, with other values than planned.
+    """Raises UserError if a complete run was trained or evaluated with other values than planned.
 
-    `train` itself rejects other values in a run that is not complete.
+    For incomplete runs, `train` does this check.
     """
     for run in runs:
         if is_complete(folder, run):
             recorded = history.read(folder / run.name, run.name).config
-            free = {*FREE} - {'evals', 'eval_split', 'fewshot'}  # they change what is measured
+            free = {*FREE} - {'evals', 'eval_split', 'fewshot'}  # they change the measures
             free |= {'start_from'} if run.after else set()
             free |= {'compute.dtype'} if run.config.compute.dtype == 'auto' else set()
             changes = differing(recorded, records.to_dict(run.config), free=[*free])
-            advice = 'take another --workdir, or remove the folder of this run to train it again'
+            advice = 'use another --workdir, or delete the folder of this run to train it again'
             require(not changes, f'{folder / run.name}: {"; ".join(changes)}; {advice}')
 
 
@@ -113,7 +113,7 @@ def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:
     """
     values = records.to_dict(run.config)
     if run.after is not None:
-        require(is_complete(folder, run.after), f'{run.after.name} is not complete')
+        require(is_complete(folder, run.after), f'{run.after.name} is incomplete')
         best = study.grids[run.after.grid].best
         values['start_from'] = str(_checkpoint(folder / run.after.name, best))
     path = folder / f'{run.name}.json'
@@ -124,17 +124,17 @@ def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:
 
 
 def _checkpoint(workdir: Path, best: str | None) -> Path:
-    """Returns the newest checkpoint of a work directory, or the best one."""
+    """Returns the newest checkpoint of a work directory, or the one with the best measure."""
     if best is None:
         return workdir
     step, path = best_step(history.read(workdir, workdir.name), best), workdir / FOLDER
     if step not in digests.steps(path):
-        kept = 'checkpoint_every_steps=eval_every_steps and a higher keep_checkpoints keep it'
-        raise UserError(f'{workdir}: step {step} is best, but has no checkpoint ({kept})')
+        advice = 'set checkpoint_every_steps=eval_every_steps and a higher keep_checkpoints'
+        raise UserError(f'{workdir}: step {step} is best, but has no checkpoint; {advice}')
     return path / str(step)
 
 
 def best_step(run: history.History, best: str) -> int | None:
-    """Returns the step where a number, KIND/NAME, is highest; None if no step has it."""
-    by_step = {step: x for step, x in run.numbers.get(best, {}).items() if x == x}  # no NaN
+    """Returns the step with the highest value of KIND/NAME; None if no step has a value."""
+    by_step = {step: x for step, x in run.numbers.get(best, {}).items() if x == x}  # without NaN
     return max(by_step, key=by_step.__getitem__, default=None)

@@ -1,4 +1,4 @@
-"""What the runs of a study have measured: numbers by experiment, tables, the lines of a picture."""
+"""Collects the measures of a study's runs, and formats them as tables and as lines of a plot."""
 
 import csv
 import io
@@ -18,14 +18,14 @@ Measures = dict[str, float]  # by KIND/NAME
 
 
 class Row(NamedTuple):
-    """The numbers of one experiment, or means over several experiments."""
+    """The measures of one experiment, or of a mean over experiments."""
 
     grid: str
-    values: dict[str, str]
-    planned: int  # runs
+    values: dict[str, str]  # AXIS: VALUE
+    planned: int  # number of planned runs
     numbers: dict[str, dict[int, float]]  # by measure and seed
-    published: float | None  # of the first measure
-    mean: str | None = None  # the name of a mean over the last axis
+    published: float | None  # published value of the first measure
+    mean: str | None = None  # name of a mean over values of the last axis; None: one experiment
 
 
 class Line(NamedTuple):
@@ -38,10 +38,7 @@ class Line(NamedTuple):
 
 
 def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dict[str, Measures]:
-    """Returns the measures of the complete runs, by the names of the runs.
-
-    They come from the last step, or from the best step if the grid has `best`.
-    """
+    """Reads the measures of the complete runs by run name, at the last step or the best step."""
     measured = {}
     for run in runs:
         grid, last = study.grids[run.grid], last_step(folder, run)
@@ -57,10 +54,10 @@ def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dic
 
 
 def _count_operations(folder: Path, run: PlannedRun) -> float:
-    """Returns the floating-point operations of a training, as table 6 of the ViT paper counts.
+    """Returns the floating-point operations of a training, as counted in table 6 of the ViT paper.
 
-    They are six for each multiply-add of the forward pass, image and step: the backward pass costs
-    two forward passes. NaN if a checkpoint has the model.
+    6 per multiply-add of the forward pass, image and step, since a backward pass costs two forward
+    passes. NaN if the model comes from a checkpoint.
     """
     steps = last_step(folder, run)
     if run.config.model is None or steps is None:
@@ -71,28 +68,28 @@ def _count_operations(folder: Path, run: PlannedRun) -> float:
 def make_rows(
     study: Study, runs: Sequence[PlannedRun], measured: Mapping[str, Measures]
 ) -> list[Row]:
-    """Returns a row for each experiment, and for each mean of a grid."""
+    """Returns a row per experiment, and per mean of a grid."""
     rows: list[Row] = []
     for name, grid in study.grids.items():
         experiments = dict[tuple[str, ...], list[PlannedRun]]()
         for run in runs:
             if run.grid == name:
                 experiments.setdefault(tuple(run.values.values()), []).append(run)
-        own = []
-        for values, same in experiments.items():
-            by_seed = {run.seed: measured.get(run.name, {}) for run in same}
+        grid_rows = []
+        for values, seeds in experiments.items():
+            by_seed = {run.seed: measured.get(run.name, {}) for run in seeds}
             numbers = {
                 measure: {seed: each[measure] for seed, each in by_seed.items() if measure in each}
                 for measure in grid.measures
             }
             published = grid.published.get('-'.join(values))
-            own.append(Row(name, same[0].values, len(same), numbers, published))
-        rows += [*own, *_means(grid, own)]
+            grid_rows.append(Row(name, seeds[0].values, len(seeds), numbers, published))
+        rows += [*grid_rows, *_means(grid, grid_rows)]
     return rows
 
 
 def _means(grid: Grid, rows: Sequence[Row]) -> list[Row]:
-    """Returns the means over values of the last axis, for the seeds that all of them have."""
+    """Averages rows over values of the last axis, for the seeds that all these rows have."""
     means = []
     for mean, averaged in grid.means.items():
         others = dict.fromkeys(tuple(row.values.values())[:-1] for row in rows)
@@ -112,12 +109,12 @@ def _by_seed(numbers: Sequence[Mapping[int, float]]) -> dict[int, float]:
 
 
 def is_percentage(measure: str) -> bool:
-    """Returns whether a measure is written in percent."""
+    """Returns whether a measure is shown in percent."""
     return 'accuracy' in measure or 'precision' in measure
 
 
 def text_of(measure: str, value: float) -> str:
-    """Returns a number as tables show it."""
+    """Formats a measure for tables."""
     if measure == COMPUTE:
         large = value >= 1e15  # table 6 of the ViT paper is in exaFLOPs
         return f'{value / 1e18:.4g} exaFLOP' if large else f'{value / 1e12:.4g} TFLOP'
@@ -125,22 +122,22 @@ def text_of(measure: str, value: float) -> str:
 
 
 def deviation(numbers: Sequence[float]) -> float:
-    """Returns the sample standard deviation; 0 for one number."""
+    """Returns the sample standard deviation; 0 for a single number."""
     return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
 
 
 def tables(study: Study, rows: Sequence[Row]) -> str:
-    """Returns the title and the table of each grid, in Markdown."""
+    """Formats the title and a table per grid in Markdown."""
     texts = [f'# {study.title}', '']
     for name, grid in study.grids.items():
-        own = [row for row in rows if row.grid == name]
+        grid_rows = [row for row in rows if row.grid == name]
         if grid.measures:
-            texts += [f'## {name}', '', *table(own, grid.measures), '']
+            texts += [f'## {name}', '', *table(grid_rows, grid.measures), '']
     return '\n'.join(texts)
 
 
 def table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
-    """Returns the lines of a table: values of the axes, mean and deviation of each measure."""
+    """Returns the lines of a Markdown table: axis values, mean and deviation of each measure."""
     has_published = ['published'] if any(row.published is not None for row in rows) else []
     columns = [*rows[0].values, *measures, *has_published, 'seeds']
     lines = [columns, ['---'] * len(columns)]
@@ -159,7 +156,7 @@ def table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
 
 
 def csv_of(runs: Sequence[PlannedRun], measured: Mapping[str, Measures]) -> str:
-    """Returns a line for each complete run: its axes, its seed, its measures."""
+    """Formats CSV with a line per complete run: axis values, seed, measures."""
     complete = [run for run in runs if run.name in measured]
     axes = dict.fromkeys(axis for run in complete for axis in run.values)
     measures = dict.fromkeys(measure for run in complete for measure in measured[run.name])
@@ -175,9 +172,10 @@ def csv_of(runs: Sequence[PlannedRun], measured: Mapping[str, Measures]) -> str:
 def make_lines(
     study: Study, drawing: Drawing, rows: Sequence[Row]
 ) -> tuple[list[Line], dict[str, float], bool]:
-    """Returns the lines of a picture, the places on the x axis by name, and whether to join them.
+    """Returns the lines of a plot, its x positions by axis value, and whether to join the points.
 
-    There are no places if x is `compute`. Names that are not numbers are not joined.
+    There are no x positions by value if x is `compute`. Points are not joined if the values of the
+    axis are not numbers.
     """
     grouped: dict[str, list[Row]] = {}
     for row in rows:
@@ -189,20 +187,20 @@ def make_lines(
     if drawing.x != COMPUTE:
         places, joined = _places(row.values[drawing.x] for row in drawn)
     lines = []
-    for name, own in grouped.items():
+    for name, group in grouped.items():
         x = [
             places[row.values[drawing.x]] if places else np.mean([*row.numbers[COMPUTE].values()])
-            for row in own
+            for row in group
         ]
-        y = [[*row.numbers[drawing.y].values()] for row in own]
+        y = [[*row.numbers[drawing.y].values()] for row in group]
         columns = x, [np.mean(numbers) for numbers in y], [deviation(numbers) for numbers in y]
         lines.append(Line(name, *(np.array(column, float) for column in columns)))
     return lines, places, joined
 
 
 def _line_name(study: Study, drawing: Drawing, row: Row) -> str:
-    """Returns the name of the line that a row belongs to."""
-    axes = [*row.values][:-1] if row.mean else [*row.values]  # a mean is over the last axis
+    """Returns the name of the plotted line to which a row belongs."""
+    axes = [*row.values][:-1] if row.mean else [*row.values]  # means are over the last axis
     others = [f'{axis} {row.values[axis]}' for axis in axes if axis != drawing.x]
     several = len(study.grids) > 1
     if drawing.x == COMPUTE:
@@ -211,7 +209,7 @@ def _line_name(study: Study, drawing: Drawing, row: Row) -> str:
 
 
 def _places(names: Iterable[str]) -> tuple[dict[str, float], bool]:
-    """Returns the values of an axis as numbers, or else one after the other; whether as numbers."""
+    """Maps axis values to x positions, and returns whether these are the values as numbers."""
     names = dict.fromkeys(names)
     try:
         return {name: float(name.removesuffix('%')) for name in names}, True

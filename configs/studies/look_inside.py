@@ -1,4 +1,4 @@
-"""Small networks on CIFAR-10 to look into: docs/look_inside.md has what they show.
+"""Small networks on CIFAR-10 to look into: docs/visualize.md has what they show.
 
 cls: ViT with a class token; gap: with the mean of its tokens; resnet: a ResNet of as many layers.
 Command: python -m vit_jax.train --config=configs/studies/look_inside.py:cls --config.data=DATA \

@@ -97,9 +97,9 @@ def published(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
 def fine_tuning(size: str, task: str = 'digits') -> dict[str, Any]:
     """Returns the changes for fine-tuning on a row of configs/finetune/vit.py, or on `digits`."""
     config = transfer.get_config() if size == 'small' else finetuning.get_config(task)
-    what = 'data', 'eval_split', 'image_size', 'augmentation', 'total', 'batch_size'
-    how = 'loss', 'optimizer', 'schedule', 'regularization', 'polyak_decay', 'fewshot'
-    return fields(config, *what, *how)
+    data_fields = 'data', 'eval_split', 'image_size', 'augmentation', 'total', 'batch_size'
+    training_fields = 'loss', 'optimizer', 'schedule', 'regularization', 'polyak_decay', 'fewshot'
+    return fields(config, *data_fields, *training_fields)
 
 
 # The tasks of table 6 at one of the paper's learning rates, by run name.

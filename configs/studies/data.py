@@ -50,11 +50,11 @@ def _networks(size: str) -> dict[str, Any]:
     if size == 'small':
         return base.SMALL
     rows = 'L/16,7', 'L/32', 'B/32', 'R50+B/32', 'R50x1', 'R152x2'
-    found: dict[str, Any] = {
+    models: dict[str, Any] = {
         base.name_of(row.partition(',')[0]): vit.get_config(f'jft,{row}').model for row in rows
     }
     half = {'width': 384, 'mlp_dim': 1536, 'num_heads': 6, 'representation_size': 384}
-    return found | {'half-B32': dataclasses.replace(found['B32'], **half)}
+    return models | {'half-B32': dataclasses.replace(models['B32'], **half)}
 
 
 def _changes(model: ModelConfig) -> dict[str, Any]:

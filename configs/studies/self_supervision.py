@@ -34,12 +34,12 @@ def get_config(size: str = 'small') -> Study:
         masked = {'objective': MaskedPatches(), 'total': Duration(steps=5000)}
     else:
         config, masked = masked_patches.get_config('imagenet'), {}
-        own = 'data', 'train_split', 'eval_split', 'seed', 'start_from', 'compute'
+        kept = 'data', 'train_split', 'eval_split', 'seed', 'start_from', 'compute'
         supervised = pretraining.get_config('imagenet,B/16')
         supervised.schedule.warmup = Duration(fraction=0.1)  # 10,000 steps for all images
-        scratch |= {name: value for name, value in vars(supervised).items() if name not in own}
+        scratch |= {name: value for name, value in vars(supervised).items() if name not in kept}
         tuning = vars(finetuning.get_config('imagenet,0.03'))
-        tuned |= {name: tuning[name] for name in tuning if name not in (*own, 'model')}
+        tuned |= {name: tuning[name] for name in tuning if name not in (*kept, 'model')}
     labels = {share: {'train_split': f'train[:{share}]'} for share in SHARES[size]}
     both = {'masked': masked, 'supervised': scratch}
     grids = {
@@ -51,10 +51,10 @@ def get_config(size: str = 'small') -> Study:
     else:
         grids['tune'].published = {'masked-100%': 0.799}
         for share, split in labels.items():  # trained and fine-tuned on the same share
-            first = f'scratch-{share[:-1]}'  # percent
-            grids[first] = Grid(changes=scratch | split, measures=())
-            grids[f'{first}-tuned'] = Grid(
-                start_from=first,
+            grid_name = f'scratch-{share[:-1]}'  # percent
+            grids[grid_name] = Grid(changes=scratch | split, measures=())
+            grids[f'{grid_name}-tuned'] = Grid(
+                start_from=grid_name,
                 changes=tuned,
                 axes={'labels': {share: split}},
                 published={'100%': 0.7791} if share == '100%' else {},  # table 5

@@ -40,12 +40,12 @@ ARGUMENTS = 'small', 'full'
 
 def get_config(size: str = 'small') -> Study:
     """Returns a study of trained parts by amount and distance of the data."""
-    how = base.fine_tuning('small')
-    own = {name: value for name, value in how.items() if name not in ('data', 'eval_split')}
+    far = base.fine_tuning('small')
+    near = {name: value for name, value in far.items() if name not in ('data', 'eval_split')}
     tasks: dict[str, dict[str, Any]]
     if size == 'small':
         config = dataclasses.replace(base.get_config('small'), classes=LEARNED)
-        tasks = {'near': own | {'classes': NEAR}, 'far': how | {'classes': ()}}
+        tasks = {'near': near | {'classes': NEAR}, 'far': far | {'classes': ()}}
         before = {'train': Grid()}
         start: dict[str, Any] = {'start_from': 'train'}
     else:

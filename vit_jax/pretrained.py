@@ -189,7 +189,7 @@ class Loaded:
     ) -> tuple[Any, dict[str, Any]]:
         """Returns the logits (features if there is no head) and intermediate arrays.
 
-        `names` lists intermediate arrays (the page "Look inside"), or maps them to functions that
+        `names` lists intermediate arrays (docs/visualize.md), or maps them to functions that
         reduce them.
         """
         wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)

@@ -33,7 +33,7 @@ class Model(NamedTuple):
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
       of the corrupted images; requires `patch_outputs`
     - capture(params, images, names) -> the output of `apply`, and an array for each of these
-      taps, such as `attention/weights` (the page "Look inside" lists them); other taps are not
+      taps, such as `attention/weights` (docs/visualize.md lists them); other taps are not
       computed. If `names` maps names to functions, each tap is reduced by its function, one block
       after the other. Raises UserError for an unknown name. Compiled in one program, the logits
       may differ from those of `apply` in the last bits.

@@ -1,6 +1,6 @@
 """Intermediate arrays of a model: how they are offered and captured.
 
-The tables of the page "Look inside" list the taps by name, with their shapes. A test compares them
+The tables of docs/visualize.md list the taps by name, with their shapes. A test compares them
 with the models.
 """
 

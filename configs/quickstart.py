@@ -1,6 +1,8 @@
-"""A small ViT on scikit-learn's digits: the whole road in a minute, with nothing to download.
+"""Pre-trains a small ViT on scikit-learn's digits, without a download.
 
-Result: 98 to 99 % test accuracy (359 images; seeds 0, 1, 2). Cost: about 1 minute on 2 CPU cores.
+Paper: "An Image is Worth 16x16 Words", section 3.1, at a small scale.
+Result: 98 to 99 % test accuracy (359 images; seeds 0, 1, 2).
+Cost: The training takes about 1 minute on 2 CPU cores.
 Command: python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/vit/quickstart
 """
 
@@ -14,7 +16,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 
 def get_config() -> TrainConfig:
-    """The experiment."""
+    """Returns the experiment."""
     return TrainConfig(
         data='digits',
         model=ViTConfig(

@@ -1,4 +1,4 @@
-"""The documentation as a site: python -m sphinx -W --keep-going docs build/docs."""
+"""Sphinx configuration; build with python -m sphinx -W --keep-going docs build/docs."""
 
 import importlib.metadata
 import pathlib
@@ -20,21 +20,21 @@ extensions = [
     'docs.api.as_written',
 ]
 default_role = 'literal'  # `x` in a docstring is code
-viewcode_follow_imported_members = False  # else pages of sources lead to places that are not
+viewcode_follow_imported_members = False  # otherwise source pages have dead links
 autodoc_member_order = 'bysource'
 autodoc_inherit_docstrings = False
 maximum_signature_line_length = 88
 
 html_theme = 'sphinx_book_theme'
 html_title = 'vit_jax'
-html_theme_options: dict[str, Any] = {'navbar_persistent': []}  # the one search is in the sidebar
+html_theme_options: dict[str, Any] = {'navbar_persistent': []}  # the search is in the sidebar
 html_static_path = ['_static']
 html_css_files = ['site.css']
 
-# Links name headings as GitHub does, so that the pages can be read there too.
+# Anchors of headings equal those of GitHub, so links work there too.
 myst_heading_anchors = 4
 
-# Notebooks are executed when they have changed; -D nb_execution_mode=off shows them as they are.
+# Changed notebooks are executed; -D nb_execution_mode=off uses their stored outputs.
 nb_execution_mode = 'cache'
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
@@ -43,7 +43,7 @@ _OUTSIDE = re.compile(r'\[([^]]*)\]\(((?:\.\./)+[\w./-]*)\)')
 
 
 def link_files(app: Any, docname: str, source: list[str]) -> None:
-    """Lets links to files outside docs/ lead to copies of them; a folder is its name alone."""
+    """Makes links to files outside docs/ downloads, and links to folders plain text."""
     here = pathlib.Path(app.env.doc2path(docname)).parent
 
     def linked(match: re.Match[str]) -> str:
@@ -56,5 +56,5 @@ def link_files(app: Any, docname: str, source: list[str]) -> None:
 
 
 def setup(app: Any) -> None:
-    """Called by Sphinx."""
+    """Registers `link_files`; called by Sphinx."""
     app.connect('source-read', link_files)

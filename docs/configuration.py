@@ -1,4 +1,4 @@
-"""Writes configuration.md from the records that it describes: python -m docs.configuration."""
+"""Writes configuration.md from the configuration records: python -m docs.configuration."""
 
 import dataclasses
 import inspect
@@ -20,29 +20,29 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m docs.configuration`: change the records, not this page. -->
 
-Every value of an experiment, with its type, its default and its meaning. A file in
-[configs/](../configs) returns an experiment, a [TrainConfig](#trainconfig), or several, a
-[Study](#study). The command line changes any field:
+Look up every field of an experiment, with its type, default and meaning. A file in
+[configs/](../configs) returns a [TrainConfig](#trainconfig) (one experiment) or a [Study](#study)
+(several). The command line sets any field:
 
 ```sh
 python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/vit/changed \\
   --config.model.depth=2 --config.total.epochs=3 --config.fewshot=none
 ```
 
-- `none` is no value, where the type says that there may be none.
-- A record is chosen by its name, before its fields: `--config.fewshot=FewshotConfig`.
-- A tuple is written with commas: `--config.image_size=384,384`, or one number for both sides.
+- `none` unsets a field whose type allows `none`.
+- Select a record by its name before you set its fields: `--config.fewshot=FewshotConfig`.
+- Separate the values of a tuple by commas: `--config.image_size=384,384`, or one number for both.
 - A [Duration](#duration) has one unit: `--config.total.steps=1000`, `--config.total.epochs=3`.
 
-`--helpfull` of any program says the same. The names in *italics* are the programs whose code comes
-to a value, where these are not all. Training is `train`, `finetune` and what `study` starts.
-`doctor` and `plan` decide what a training would, `inspect_data` looks at its data, `fewshot`
+`--helpfull` of any program prints the same. Names in *italics* are the programs that use a field,
+if not all of them do. *training* stands for `train`, `finetune` and the runs of `study`. `doctor`
+and `plan` make the same decisions as a training, `inspect_data` reads its data, and `fewshot`
 evaluates a checkpoint.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Renders the whole page."""
     places = config_help.places(TrainConfig)
     places |= {k: p for k, p in config_help.places(Study).items() if k not in places}
     read = readers()
@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def _section(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -> str:
-    """A record: where it stands, what its source says of it, its fields."""
+    """Renders a record: its flags and programs, its docstring and its fields."""
     rows = ['| field | value | meaning |', '| --- | --- | --- |']
     meant, hints = config_help.comments(kind), records.hints(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -67,16 +67,16 @@ def _section(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -
 
 
 def _where(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -> str:
-    """Which flags set a record, and which programs read it."""
+    """Returns which flags set a record, and which programs use it."""
     if kind is TrainConfig:
-        return 'What a file returns: `--config=FILE`.'
+        return 'The experiment that `--config=FILE` returns.'
     if kind is Study:
-        return 'What a file returns for `python -m vit_jax.study`, the one program that reads it.'
+        return 'The study that `--config=FILE` returns; only `python -m vit_jax.study` uses it.'
     flags = ', '.join(f'`--{path}`' for path in paths)
     fields = {path.split('.')[1] for path in paths}
     programs = [p for p in PROGRAMS if any(p in read.get(field, ()) for field in fields)]
     by = _programs(programs) if programs else 'study'
-    return '\n'.join(textwrap.wrap(f'{flags}. Read by *{by}*.', 110, break_on_hyphens=False))
+    return '\n'.join(textwrap.wrap(f'{flags}. Used by *{by}*.', 110, break_on_hyphens=False))
 
 
 def _programs(names: list[str]) -> str:
@@ -87,7 +87,7 @@ def _programs(names: list[str]) -> str:
 
 
 def _type(hint: Any) -> str:
-    """A type as the command line takes it; records lead to their sections."""
+    """Renders a type in command-line syntax; records link to their sections."""
     kinds = [kind.__name__ for kind in _records(hint)]
     texts = []
     for text in records.type_text(hint).split(' or '):
@@ -104,7 +104,7 @@ def _records(hint: Any) -> list[type[Record]]:
 
 
 def _default(field: 'dataclasses.Field[Any]', hint: Any) -> str:
-    """What a field is where nothing is said; nothing, of a record that is as its section says."""
+    """Renders a default; omits a record whose fields all have their own defaults."""
     if field.default is not dataclasses.MISSING:
         return f' = `{"none" if field.default is None else field.default}`'
     if field.default_factory is dataclasses.MISSING:
@@ -121,7 +121,7 @@ def _default(field: 'dataclasses.Field[Any]', hint: Any) -> str:
 
 
 def _markdown(text: str) -> str:
-    """A docstring or comment, whose signs are no markup."""
+    """Escapes Markdown in a docstring or comment."""
     return re.sub(r'([*<|])', r'\\\1', text)
 
 

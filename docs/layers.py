@@ -5,31 +5,31 @@ import pathlib
 from tests.test_architecture import LAYERS
 
 PICTURE = pathlib.Path(__file__).with_suffix('.svg')
-# What a layer is for, in the order of LAYERS.
+# The purpose of each layer, in the order of LAYERS.
 MEANINGS = (
-    'parse, run, say what came out',
-    'flags; pictures',
-    'memory of an experiment; many experiments',
-    'one experiment: built, compiled, run, reported',
+    'parse flags, run, print results',
+    'flags; figures',
+    'memory of an experiment; sets of experiments',
+    'one experiment: build, compile, run, report',
     'the typed configuration of an experiment',
     'accuracy, few-shot linear probe, other probes',
-    'a network from any checkpoint',
-    'saving, digests, formats of other systems',
-    'looking inside; images and batches; learning',
-    'what a network computes; where its arrays lie',
-    'records, names, errors, files written whole',
+    'a model from any checkpoint',
+    'saving, digests, formats of other libraries',
+    'analysis; training; images and batches',
+    'models; meshes and sharding',
+    'records, names, errors, atomic file writes',
 )
 _WIDTH, _HEIGHT, _GAP, _MARGIN = 720, 56, 26, 16
 _ROOM = 116  # a folder's width
 
 
 def picture() -> str:
-    """A box for each layer with its folders; imports point down, along the arrows."""
+    """Draws a box with the folders of each layer; arrows show the direction of imports."""
     height = len(LAYERS) * (_HEIGHT + _GAP) - _GAP + 2 * _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}"'
         ' font-family="sans-serif" role="img">',
-        '<title>The layers of vit_jax: each imports from those below it alone</title>',
+        '<title>The layers of vit_jax: each imports only from the layers below it</title>',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
     ]
     for place, (rooms, meaning) in enumerate(zip(LAYERS, MEANINGS, strict=True)):

@@ -1,7 +1,7 @@
-"""Which programs read a field of an experiment, as far as the code shows it.
+"""Finds the programs that use each field of an experiment, from their source code.
 
-From the functions of a program those are followed that they name, in whatever module: what they
-read of a variable or attribute `config`, a program reads.
+Starting from the functions of a program, all referenced functions and classes are followed. A
+program uses the fields that they read from a variable or attribute named `config`.
 """
 
 import ast
@@ -15,28 +15,28 @@ from vit_jax.config import TrainConfig
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 PROGRAMS = 'train', 'finetune', 'fewshot', 'inspect_data', 'plan', 'doctor'
-# Read together (TrainConfig.evaluations).
+# Used together, by TrainConfig.evaluations.
 _EVALUATIONS = 'evals', 'eval_split'
-# What has configurations of its own, or takes one as a whole.
+# These have other configurations, or take the whole TrainConfig.
 _OTHERS = 'vit_jax.models', 'vit_jax.figures', 'vit_jax.cli', 'vit_jax.config'
 
 
 class Definition(NamedTuple):
-    """A function or class, and the module that it stands in."""
+    """A function or class, and its module."""
 
     module: str
     node: ast.FunctionDef | ast.ClassDef
 
 
 class Module(NamedTuple):
-    """What a module defines, and what its imports name."""
+    """The definitions and imports of a module."""
 
     definitions: dict[str, Definition]
     imports: dict[str, str]
 
 
 def readers() -> dict[str, list[str]]:
-    """The programs that read each field of TrainConfig."""
+    """Returns the programs that use each field of TrainConfig."""
     read = {program: _read_by(program) for program in PROGRAMS}
     for fields in read.values():
         fields.update(_EVALUATIONS if 'evaluations' in fields else ())
@@ -60,7 +60,7 @@ def _read_by(program: str) -> set[str]:
 
 
 def _fields(node: ast.AST) -> set[str]:
-    """The attributes of `config`, unless that is said to be of another type, and of `X.config`."""
+    """Returns the attributes of `X.config`, and of `config` unless it has another type."""
     arguments = [a for f in ast.walk(node) if isinstance(f, ast.arguments) for a in f.args]
     kinds = {a.arg: ast.unparse(a.annotation) for a in arguments if a.annotation}
     own = kinds.get('config', 'TrainConfig') == 'TrainConfig'
@@ -74,7 +74,7 @@ def _fields(node: ast.AST) -> set[str]:
 
 
 def _named(one: Definition) -> Iterator[Definition]:
-    """The functions and classes that one names: NAME, or MODULE.NAME."""
+    """Yields the functions and classes that a definition references: NAME, or MODULE.NAME."""
     module = _modules()[one.module]
     for node in ast.walk(one.node):
         if isinstance(node, ast.Name):
@@ -88,7 +88,7 @@ def _named(one: Definition) -> Iterator[Definition]:
 
 
 def _found(name: str) -> Definition | None:
-    """What MODULE.NAME is, through whatever imports it has come there."""
+    """Returns the definition of MODULE.NAME, following imports."""
     path, _, last = name.rpartition('.')
     if (module := _modules().get(path)) is None:
         return None

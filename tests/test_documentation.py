@@ -197,7 +197,7 @@ def test_the_site_is_built_without_a_warning_and_all_its_links_lead_somewhere(tm
     assert not dead, '\n'.join(dead)
 
 
-START = [ROOT / 'docs/start.md', ROOT / 'README.md']  # whose commands are mostly the same
+START = [ROOT / 'docs/getting_started.md', ROOT / 'README.md']  # whose commands are mostly the same
 RUNS = [START, *([page] for page in (*PAGES, *NOTEBOOKS) if page not in START)]
 
 

@@ -192,7 +192,7 @@ class Loaded:
 
         Args:
           images: Images (b h w c), as returned by `prepare`.
-          names: Names of intermediate arrays (see docs/look_inside.md), or a mapping from names to
+          names: Names of intermediate arrays (see docs/visualize.md), or a mapping from names to
             functions that reduce the arrays.
         """
         wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)

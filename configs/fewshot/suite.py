@@ -1,8 +1,10 @@
-"""Probes any checkpoint on big_vision's list of data sets, and adds other probes.
+"""Evaluates any checkpoint on the data sets of big_vision with few-shot, kNN and logistic probes.
 
-Paper: section 4.1, "few-shot" accuracy, with the sets, splits, crops and strength of big_vision's
-`common_fewshot`: squeezed to 256, the middle 224 pixels. A set that is
-not there is left out with a warning.
+Paper: "An Image is Worth 16x16 Words", section 4.1: few-shot accuracy. Data sets, splits, crop and
+l2 penalty match big_vision's `common_fewshot`: images are resized to 256 x 256 pixels, and the
+central 224 x 224 pixels are used. A missing data set is skipped with a warning.
+Result: not run here, because the data sets need downloads.
+Cost: The evaluation is one forward pass of all images of the data sets.
 Command: python -m vit_jax.fewshot --config=configs/fewshot/suite.py --workdir=DIR \
              --config.start_from=CHECKPOINT --config.fewshot.feature_cache=CACHE
 """
@@ -14,7 +16,7 @@ from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 
 
 def get_config() -> TrainConfig:
-    """The experiment; the command line says of what."""
+    """Returns the experiment; the command line sets the checkpoint."""
     return TrainConfig(
         data='tfds:imagenet2012',
         fewshot=FewshotConfig(

@@ -1,9 +1,10 @@
-"""Fine-tunes an AugReg checkpoint: short, at 384 pixels, without dropout.
+"""Fine-tunes an AugReg checkpoint in few steps at 384 pixels, without dropout.
 
-Paper: "How to train your ViT?": SGD with momentum, cosine decay, Inception crops; no
-AugReg while transferring. Values as in vision_transformer's augreg configuration: 500 steps of 512.
-Result: B/16 from ImageNet-21k reaches 98.6 % on CIFAR-10 and 89 % on CIFAR-100 in 500 steps
-(vision_transformer's README, for the checkpoint before AugReg; 84.6 % on ImageNet in 20,000).
+Paper: "How to train your ViT?" fine-tunes with SGD with momentum, cosine decay and Inception crops,
+without further augmentation. The values match vision_transformer's augreg configuration, with 500
+steps of 512 images.
+Result: B/16 from ImageNet-21k reaches 98.6 % on CIFAR-10 and 89 % on CIFAR-100 in 500 steps, and
+84.6 % on ImageNet in 20,000 (vision_transformer's README, for the checkpoint before AugReg).
 Cost: 500 steps of B/16 at 384 pixels are 0.09 exaFLOPs.
 Command: python -m vit_jax.finetune --config=configs/finetune/augreg.py:cifar10 --workdir=DIR \
              --config.start_from=augreg:B/16-in21k
@@ -14,7 +15,7 @@ from vit_jax.configs.finetune import vit
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
 
-# Data and test split, steps, steps of warm-up.
+# Data, test split, steps, warm-up steps.
 ROWS = {
     'cifar10': ('tfds:cifar10', 'test', 500, 100),
     'cifar100': ('tfds:cifar100', 'test', 500, 100),
@@ -26,7 +27,7 @@ ARGUMENTS = tuple(ROWS)
 
 
 def get_config(row: str = 'cifar10') -> TrainConfig:
-    """The experiment on one data set."""
+    """Returns the experiment for one data set."""
     data, eval_split, steps, warmup = ROWS[row]
     config = vit.transfer(data, eval_split, steps=steps, warmup=warmup, learning_rate=0.03)
     config.augmentation = Augmentation(crop=InceptionCrop(), flip=True)

@@ -1,8 +1,10 @@
-"""Fine-tunes any checkpoint on your own images: a folder, a table, arrays, a set of TFDS.
+"""Fine-tunes any checkpoint on your own images: a folder, a table, arrays or a TFDS data set.
 
-Paper: "An Image is Worth 16x16 Words", table 4 (SGD with momentum, cosine decay, clipping at 1), in
-epochs, so that the length fits any number of images; Inception crops and flips.
-Result: yours; the last line says it. Cost: 20 epochs of B/16 at 224 pixels are 2 TFLOPs an image.
+Paper: "An Image is Worth 16x16 Words", table 4: SGD with momentum, cosine decay, gradients clipped
+at 1. The length is in epochs, so that it fits any number of images. Inception crops and flips are
+our choice.
+Result: The last line of the output has the accuracy on your images.
+Cost: 20 epochs of B/16 at 224 pixels are 2 TFLOPs per image.
 Command: python -m vit_jax.finetune --config=configs/finetune/folder.py --config.data=DATA \
              --config.start_from=CHECKPOINT --workdir=DIR
 """
@@ -15,7 +17,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 
 def get_config() -> TrainConfig:
-    """The experiment; the command line says from what and on what."""
+    """Returns the experiment; the command line sets checkpoint and data."""
     return TrainConfig(
         data='DATA',
         reuse_head=True,

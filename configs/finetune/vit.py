@@ -1,13 +1,14 @@
-"""Fine-tunes a checkpoint as the ViT paper does: every row of its table 4, and its best runs.
+"""Fine-tunes a checkpoint as in the ViT paper: the rows of table 4, and its best models of table 2.
 
-Paper: "An Image is Worth 16x16 Words", table 4: SGD with momentum 0.9, cosine decay, batch 512, no
-weight decay, clipping at 1, 384 pixels. The learning rate is the one of those listed that is best
-on held-out images, 2 % of CIFAR, 10 % of Pets and Flowers, 1 % of ImageNet:
+Paper: "An Image is Worth 16x16 Words", table 4: SGD with momentum 0.9, cosine decay, batches of
+512, no weight decay, gradients clipped at 1, 384 pixels. The paper selects the best of the listed
+learning rates on held-out images (2 % of CIFAR, 10 % of Pets and Flowers, 1 % of ImageNet):
 --config.train_split=train[:98%] --config.eval_split=train[98%:]. `imagenet512` and `imagenet518`
-are table 2's: L/16 at 512 and H/14 at 518 pixels, with Polyak averaging. VTAB's row is vtab.py.
-Result, table 5, from ImageNet-21k, B/16 and L/16: ImageNet 84.0, 85.2; CIFAR-10 99.0, 99.2;
-CIFAR-100 91.7, 93.4; Pets 94.4, 94.7; Flowers 99.4, 99.6 %. Table 2: L/16 from ImageNet-21k 85.3,
-from JFT 87.8; H/14 from JFT 88.6 %.
+are the models of table 2: L/16 at 512 and H/14 at 518 pixels, with Polyak averaging. VTAB's row is
+in vtab.py.
+Result: Table 5 has these accuracies for B/16 and L/16 from ImageNet-21k: ImageNet 84.0 and 85.2 %,
+CIFAR-10 99.0 and 99.2 %, CIFAR-100 91.7 and 93.4 %, Pets 94.4 and 94.7 %, Flowers 99.4 and 99.6 %.
+Table 2 has 85.3 % for L/16 from ImageNet-21k, 87.8 % for L/16 and 88.6 % for H/14 from JFT.
 Cost: 20,000 steps of B/16 at 384 pixels are 3.4 exaFLOPs.
 Command: python -m vit_jax.finetune --config=configs/finetune/vit.py:cifar10,0.01 --workdir=DIR \
              --config.start_from=vit:B/16-in21k
@@ -22,7 +23,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 _SMALL = 0.001, 0.003, 0.01, 0.03
 _IMAGENET = 0.003, 0.01, 0.03, 0.06
-# Data and test split, steps, steps of warm-up, learning rates, pixels, decay of the Polyak average.
+# Data, test split, steps, warm-up steps, learning rates, pixels, decay of the Polyak average.
 ROWS = {
     'imagenet': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 384, None),
     'imagenet512': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 512, 0.9999),
@@ -38,7 +39,7 @@ ARGUMENTS = tuple(f'{row},{rate:g}' for row, values in ROWS.items() for rate in 
 def transfer(
     data: str, eval_split: str, *, steps: int, warmup: int, learning_rate: float, side: int = 384
 ) -> TrainConfig:
-    """The recipe of table 4, which augreg.py and vtab.py share."""
+    """Returns the recipe of table 4, which augreg.py and vtab.py share."""
     return TrainConfig(
         data=data,
         eval_split=eval_split,
@@ -55,7 +56,7 @@ def transfer(
 
 
 def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
-    """The experiment of one row at one learning rate."""
+    """Returns the experiment of one row at one learning rate."""
     row, rate = run.split(',')
     data, eval_split, steps, warmup, _, side, polyak_decay = ROWS[row]
     config = transfer(

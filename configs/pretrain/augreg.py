@@ -1,13 +1,15 @@
 """Pre-trains with augmentation and regularization: the default runs of AugReg.
 
-Paper: "How to train your ViT?"; levels by network as in big_vision's configurations
-(vit_i1k, vit_i21k): batch 4096, 300 epochs, sigmoid loss, 10,000 steps of warm-up. Its decay of
-1e-4 for a rate of 1e-3 is 0.1 here, where decay is multiplied by the rate. With dropout and
-stochastic depth: --config.regularization.dropout=0.1 --config.regularization.stochastic_depth=0.1.
-Result: about 79 % on ImageNet at 224 pixels for B/16 trained on it alone (big_vision's authors).
+Paper: "How to train your ViT?": batches of 4096, 300 epochs, sigmoid loss, 10,000 steps of warm-up.
+Each model has the augmentation level of big_vision's configurations (vit_i1k, vit_i21k). The
+paper's weight decay of 1e-4 at a learning rate of 1e-3 is 0.1 here, because weight decay is
+multiplied by the learning rate. Add dropout and stochastic depth with
+--config.regularization.dropout=0.1 --config.regularization.stochastic_depth=0.1.
+Result: B/16, trained only on ImageNet, reaches about 79 % at 224 pixels (big_vision's authors).
 Cost: B/16 on ImageNet takes 300 x 1.28 M x 3 x 35 GFLOPs = 40 exaFLOPs.
 Command: python -m vit_jax.train --config=configs/pretrain/augreg.py:i1k,B/16 --workdir=DIR \
-             --config.data=DATA; another level: augreg.py:i1k,B/16,light1
+             --config.data=DATA
+    augreg.py:i1k,B/16,light1 selects another level.
 """
 
 from vit_jax.config import TrainConfig
@@ -32,7 +34,7 @@ LEVELS = {
     'i21k,B/16': 'light2',
     'i21k,L/16': 'medium2',
 }
-# Data, test split, the head's first bias.
+# Data, test split, initial bias of the head.
 DATA = {
     'i1k': ('tfds:imagenet2012', 'validation', -6.9),
     'i21k': ('tfds:imagenet21k', 'test', -10.0),
@@ -41,7 +43,7 @@ ARGUMENTS = tuple(LEVELS)
 
 
 def get_config(run: str = 'i1k,B/16') -> TrainConfig:
-    """The experiment of one network, at its own level or at the given level."""
+    """Returns the experiment of one model, at its default level or the given level."""
     name, network, *level = run.split(',')
     data, eval_split, head_bias = DATA[name]
     model = variant(network, head_bias=head_bias)

@@ -1,6 +1,8 @@
-"""A small ViT from scratch on CIFAR-10, on two CPU cores.
+"""Pre-trains a small ViT on CIFAR-10 on two CPU cores.
 
-Result: 66.1 % test accuracy (10,000 images). Cost: 42 minutes on 2 busy CPU cores.
+Paper: "An Image is Worth 16x16 Words", section 3.1, at a small scale.
+Result: The model reaches 66.1 % test accuracy (10,000 images).
+Cost: The training took 42 minutes on 2 busy CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10.py --workdir=DIR \
              --config.data=DATA
 """
@@ -27,7 +29,7 @@ MODEL = ViTConfig(
 
 
 def get_config() -> TrainConfig:
-    """The experiment; --config.data names the folder."""
+    """Returns the experiment; --config.data sets the folder."""
     return TrainConfig(
         data='cifar10',
         model=dataclasses.replace(MODEL),

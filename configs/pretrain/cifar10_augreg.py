@@ -1,9 +1,11 @@
-"""AugReg's question at a laptop's scale: does augmentation help a ViT trained from scratch?
+"""Trains a small ViT on 2,500 images of CIFAR-10, with or without augmentation.
 
-Paper: "How to train your ViT?". 2,500 images of CIFAR-10, 120 epochs, a ViT of 0.8 M parameters,
-all 10,000 test images; without augmentation but shifts and flips (`none`), with one layer of
-RandAugment and MixUp at the level light2 (`mild`), or at one of AugReg's seven levels.
-Result: docs/training.md. Cost: 8 minutes on one CPU core.
+Paper: "How to train your ViT?" asks whether augmentation helps a ViT that is trained from scratch.
+The model has 0.8 M parameters and trains for 120 epochs; all 10,000 test images are used. `none`
+has only shifts and flips, `mild` one layer of RandAugment and MixUp of the level light2. The other
+names are AugReg's levels.
+Result: 43.55 % with `none` and 45.69 % with `mild`, means of 3 seeds (docs/training.md).
+Cost: The training takes 8 to 9 minutes on one CPU core.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10_augreg.py:mild \
              --config.data=DATA --workdir=DIR
 """
@@ -20,7 +22,7 @@ ARGUMENTS = 'none', 'mild', *(level for level in AUGREG if level != 'none')
 
 
 def get_config(level: str = 'mild') -> TrainConfig:
-    """The experiment at one level; --config.data names the folder."""
+    """Returns the experiment at one level; --config.data sets the folder."""
     # Shifts replace the Inception crop, so that the images stay on the device.
     augmentation = augreg('light2' if level == 'mild' else level)
     augmentation = dataclasses.replace(augmentation, crop=None, shift_pixels=4)

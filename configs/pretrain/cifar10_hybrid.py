@@ -1,8 +1,10 @@
-"""A small hybrid, convolutions before a ViT, from scratch on CIFAR-10, on two CPU cores.
+"""Pre-trains a small hybrid (convolutions before a ViT) on CIFAR-10 on two CPU cores.
 
-Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5: hybrids are above the ViT where
-little is computed. Images are enlarged to 48 pixels: 12x12 places in the first stage, 36 tokens.
-Result: 80.8 % test accuracy (10,000 images), seed 0. Cost: 43 minutes on 2 CPU cores.
+Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5: hybrids are better than ViTs at small
+computational budgets. Images are enlarged to 48 pixels, which gives 12 x 12 positions in the first
+stage and 36 tokens.
+Result: The model reaches 80.8 % test accuracy (10,000 images), with seed 0.
+Cost: The training took 43 minutes on 2 CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10_hybrid.py --workdir=DIR \
              --config.data=DATA
 """
@@ -19,7 +21,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 
 def get_config() -> TrainConfig:
-    """The experiment; --config.data names the folder."""
+    """Returns the experiment; --config.data sets the folder."""
     return dataclasses.replace(
         cifar10.get_config(),
         model=ViTConfig(

@@ -1,14 +1,15 @@
-"""Pre-trains a ViT-B/16 without labels: half of its patches are corrupted, and predicted.
+"""Pre-trains a ViT-B/16 without labels by predicting corrupted patches.
 
-Paper: "An Image is Worth 16x16 Words", section 4.6 and appendix B.1.2: Adam, batch 4096, learning
-rate 2e-4, 10,000 steps of warm-up, cosine decay, 1 M steps of JFT-300M (14 epochs); the mean color
-of a patch in 3 bits a channel. Weight decay is that of section 4.1; Inception crops and flips are
-our choice. JFT is not public: `imagenet21k` and `imagenet`, where the gain was similar, have as
-many steps. Two other targets, found a little worse: --config.objective.target=colours_4x4 and
-=pixels; --config.objective.fraction=0.15 was slightly worse than 0.5.
-Result: 79.9 % on ImageNet after fine-tuning, 2 % above training from scratch and 4 % below
-supervised pre-training; little is gained after 100,000 steps. Not run here.
-Cost: 430 exaFLOPs, as of a B/16 that is trained for as many steps; not run here.
+Paper: "An Image is Worth 16x16 Words", section 4.6 and appendix B.1.2: Adam, batches of 4096,
+learning rate 2e-4, 10,000 steps of warm-up, cosine decay, 1 M steps of JFT-300M (14 epochs). Half
+of the patches are corrupted, and their mean color in 3 bits per channel is predicted. The weight
+decay is from section 4.1; Inception crops and flips are our choice. JFT is not public:
+`imagenet21k` and `imagenet`, where the gain was similar, train for as many steps. The paper found
+two other targets slightly worse (--config.objective.target=colours_4x4 and =pixels), and also a
+smaller share of corrupted patches (--config.objective.fraction=0.15).
+Result: The paper reaches 79.9 % on ImageNet after fine-tuning: 2 % above training from scratch and
+4 % below supervised pre-training. It gains little after 100,000 steps. Not run here.
+Cost: 430 exaFLOPs, like a B/16 that is trained for as many steps.
 Command: python -m vit_jax.train --config=configs/pretrain/masked_patches.py:imagenet21k \
              --workdir=DIR --config.data=DATA
 """
@@ -27,7 +28,7 @@ ARGUMENTS = tuple(vit.DATA)
 
 
 def get_config(name: str = 'jft') -> TrainConfig:
-    """The experiment on one data set: the row `jft,B/16` of vit.py with another objective."""
+    """Returns the row `jft,B/16` of vit.py with one data set and another objective."""
     data, eval_split = vit.DATA[name][:2]
     return dataclasses.replace(
         vit.get_config('jft,B/16'),

@@ -1,11 +1,12 @@
-"""Pre-trains with attention pooling, Adafactor and a schedule without an end.
+"""Pre-trains with attention pooling, Adafactor and a schedule without a fixed end.
 
-Paper: "Scaling Vision Transformers": pooling by attention, no tanh layer, a
-decay of the head far above the body's, momentum in bfloat16, learning rate ~ 1/sqrt(steps) with a
-cool-down, from any step of which another cool-down gives a shorter run. Values as in big_vision's
-train_vit_g: 1 M steps of 16,384 images.
-Result: the paper's G/14, 90.45 % on ImageNet after fine-tuning, 84.86 % with 10 shots (abstract),
-from JFT-3B, which is not public: --config.data is any data of many classes.
+Paper: "Scaling Vision Transformers": attention pooling, no tanh layer, a much larger weight decay
+for the head than for the body, momentum in bfloat16. The learning rate is proportional to
+1/sqrt(steps) and ends with a cool-down; a cool-down from any step gives a shorter run. The values
+match big_vision's train_vit_g: 1 M steps of 16,384 images.
+Result: The paper's G/14 reaches 90.45 % on ImageNet after fine-tuning and 84.86 % with 10 shots
+(abstract). It was trained on JFT-3B, which is not public: set --config.data to any data with many
+classes.
 Cost: g/14 takes 1 M x 16,384 x 3 x 0.53 TFLOPs = 26,000 exaFLOPs.
 Command: python -m vit_jax.train --config=configs/pretrain/scaling_vit.py:B/16 --workdir=DIR \
              --config.data=DATA --config.mesh.fsdp=8
@@ -23,7 +24,7 @@ ARGUMENTS = 'g/14', 'G/14', 'L/16', 'B/16', 'B/32'
 
 
 def get_config(network: str = 'g/14') -> TrainConfig:
-    """The experiment of one network."""
+    """Returns the experiment of one model."""
     return TrainConfig(
         data='JFT-3B',
         model=variant(network, pool='map', head_bias=-10.0),

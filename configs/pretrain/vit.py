@@ -1,14 +1,14 @@
-"""Pre-trains the networks of the ViT paper: every row of its table 3.
+"""Pre-trains the models of the ViT paper: every row of its table 3.
 
-Paper: "An Image is Worth 16x16 Words", table 3 (batch 4096, 10,000 steps of warm-up, Adam, 224
-pixels) and appendix B.1. The loss is not stated there: sigmoid for JFT and ImageNet-21k is the
-authors' word, softmax for ImageNet our choice, as are Inception crops and flips.
-Result: ImageNet accuracy after fine-tuning at 384 pixels, tables 5 and 6. From JFT: B/32 80.7, B/16
-84.2, L/32 84.4, L/16 86.3 (7 epochs) and 87.1 (14), H/14 88.1 %; R50x1 77.5, R152x2 85.0,
-R50+B/16 85.6, R50+L/16 86.6 and 87.1 %. From ImageNet-21k: B/32 81.3, B/16 84.0, L/32 81.0, L/16
-85.2 %. From ImageNet: B/32 73.4, B/16 77.9, L/32 71.2, L/16 76.5 %.
-Cost: in exaFLOPs, table 6: B/16 224, L/16 783 (7 epochs), H/14 4262, R50x1 50, R50+L/16 859; in
-TPUv3-core-days, table 2: L/16 from ImageNet-21k 230, from JFT 680, H/14 2500.
+Paper: "An Image is Worth 16x16 Words", table 3 and appendix B.1: batches of 4096, 10,000 steps of
+warm-up, Adam, 224 pixels. The paper does not state the loss: the authors reported sigmoid for JFT
+and ImageNet-21k, and softmax for ImageNet is our choice, as are Inception crops and flips.
+Result: Tables 5 and 6 have these ImageNet accuracies after fine-tuning at 384 pixels. From JFT:
+B/32 80.7, B/16 84.2, L/32 84.4, L/16 86.3 (7 epochs) and 87.1 (14), H/14 88.1 %; R50x1 77.5, R152x2
+85.0, R50+B/16 85.6, R50+L/16 86.6 and 87.1 %. From ImageNet-21k: B/32 81.3, B/16 84.0, L/32 81.0,
+L/16 85.2 %. From ImageNet: B/32 73.4, B/16 77.9, L/32 71.2, L/16 76.5 %.
+Cost: Table 6 has these exaFLOPs: B/16 224, L/16 783 (7 epochs), H/14 4262, R50x1 50, R50+L/16 859.
+Table 2 has these TPUv3-core-days: L/16 230 from ImageNet-21k and 680 from JFT, H/14 2500.
 Command: python -m vit_jax.train --config=configs/pretrain/vit.py:imagenet,B/16 --workdir=DIR \
              --config.data=DATA
 """
@@ -21,13 +21,13 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig, LossKind
 from vit_jax.training.optimizer import Decay, OptimizerConfig, ScheduleConfig
 
-# Data, test split, loss, the head's first bias, clipping, decay of the rate, weight decay, dropout.
+# Data, test split, loss, initial bias of the head, clipping, schedule, weight decay, dropout.
 DATA: dict[str, tuple[str, str, LossKind, float, float | None, Decay, float, float]] = {
     'jft': ('JFT-300M', 'test', 'sigmoid', -10.0, None, 'linear', 0.1, 0.0),
     'imagenet21k': ('tfds:imagenet21k', 'test', 'sigmoid', -10.0, None, 'linear', 0.03, 0.1),
     'imagenet': ('tfds:imagenet2012', 'validation', 'softmax', 0.0, 1.0, 'cosine', 0.3, 0.1),
 }
-# Data and network, with the epochs where the paper has two: epochs and learning rate.
+# Epochs and learning rate by data and model; the key has the epochs if the paper has two runs.
 ROWS = {
     'jft,B/16': (7, 8e-4),
     'jft,B/32': (7, 8e-4),
@@ -60,7 +60,7 @@ ARGUMENTS = tuple(ROWS)
 
 
 def get_config(row: str = 'imagenet,B/16') -> TrainConfig:
-    """The experiment of one row."""
+    """Returns the experiment of one row."""
     epochs, learning_rate = ROWS[row]
     name, network = row.split(',')[:2]
     data, eval_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[name]

@@ -1,8 +1,9 @@
-"""Augmentation against data against the size of the network.
+"""Compares augmentation levels for several amounts of data and model sizes.
 
-Paper: "How to train your ViT?": the less data and the larger the network, the more augmentation
-helps; the levels that were best for each network are in configs/pretrain/augreg.py.
-Result: not run here yet. Cost of `small`: 36 trainings of 3 to 6 minutes on one CPU core.
+Paper: "How to train your ViT?": augmentation helps more with less data and with larger models. The
+best level of each model is in configs/pretrain/augreg.py.
+Result: not run here yet.
+Cost: `small` has 36 trainings of 3 to 6 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/augreg.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -20,7 +21,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """Levels by networks by data."""
+    """Returns a grid of models, data and levels."""
     config = base.get_config(size)
     levels: dict[str, Augmentation] = {
         level: augmentation(level) for level in (AUGREG if size == 'full' else SMALL)
@@ -35,7 +36,7 @@ def get_config(size: str = 'small') -> Study:
         fields = 'data', 'eval_split', 'model.head_bias'
         data = {'i1k': {}, 'i21k': dict(zip(fields, augreg.DATA['i21k'], strict=True))}
     else:
-        # Shifts in place of the Inception crop: then the images lie on the device.
+        # Shifts replace the Inception crop, so that the images stay on the device.
         levels = {
             name: dataclasses.replace(one, crop=None, shift_pixels=2)
             for name, one in levels.items()

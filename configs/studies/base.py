@@ -1,7 +1,9 @@
-"""The experiments that studies start from: B/16 on ImageNet-21k, or a small model on CIFAR-10.
+"""Defines the base experiments of the studies: B/16 on ImageNet-21k, or a small ViT on CIFAR-10.
 
-`full` is a row of the ViT paper's table 3, with the linear 5-shot accuracy on ImageNet by which the
-paper's appendix D compares. `small` is for a laptop core: 16 tokens an image, 3 minutes.
+Paper: `full` is a row of the ViT paper's table 3, with the linear 5-shot accuracy on ImageNet that
+appendix D compares. `small` runs on a laptop and has 16 tokens per image.
+Result: docs/studies.md has the results of the studies.
+Cost: `small` takes 3 minutes on one CPU core.
 Command: python -m vit_jax.train --config=configs/studies/base.py:small --config.data=DATA \
              --workdir=DIR
 """
@@ -20,7 +22,7 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ARGUMENTS = 'small', 'full'
-# The measure that compares models.
+# The metric that compares models.
 MEASURES = {'small': 'test/accuracy', 'full': 'fewshot/5_shot_accuracy'}
 SMALL_VIT = ViTConfig(
     image_size=(32, 32),
@@ -31,7 +33,7 @@ SMALL_VIT = ViTConfig(
     num_heads=4,
     pool='gap',
 )
-# About as many multiply-adds: 3.5 M, 4.4 M of the hybrid, 4.0 M of the ResNet.
+# Similar numbers of multiply-adds: ViT 3.5 M, hybrid 4.4 M, ResNet 4.0 M.
 SMALL: dict[str, ModelConfig] = {
     'vit': SMALL_VIT,
     'hybrid': ViTConfig(
@@ -49,7 +51,7 @@ SMALL: dict[str, ModelConfig] = {
 
 
 def get_config(size: str = 'small') -> TrainConfig:
-    """The experiment of a size; --config.data names the folder of CIFAR-10."""
+    """Returns the experiment of a size; --config.data sets the folder of CIFAR-10."""
     if size == 'full':
         config = pretraining.get_config('imagenet21k,B/16')
         imagenet = ProbeSet(data='tfds:imagenet2012', test_split='validation')
@@ -68,23 +70,23 @@ def get_config(size: str = 'small') -> TrainConfig:
 
 
 def fields(config: TrainConfig, *names: str) -> dict[str, Any]:
-    """Returns the values of some fields, as what a value of an axis changes."""
+    """Returns the values of some fields, to use as a value of an axis."""
     return {name: getattr(config, name) for name in names}
 
 
 def rows(*names: str) -> dict[str, dict[str, Any]]:
-    """Returns what the networks of rows of configs/pretrain/vit.py change, by `name_of`."""
+    """Returns the changes for the models of rows of configs/pretrain/vit.py, by run name."""
     changes = 'model', 'total', 'schedule'
     return {name_of(row): fields(pretraining.get_config(f'jft,{row}'), *changes) for row in names}
 
 
 def name_of(row: str) -> str:
-    """Returns the name of a row, L/16,7, in the names of runs: L16-7."""
+    """Returns the run name of a row: L16-7 for L/16,7."""
     return row.replace('/', '').replace(',', '-')
 
 
 def published(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Returns published accuracies by run, from percent by row in the order of TASKS."""
+    """Returns published accuracies by run name, from percentages by row in the order of TASKS."""
     return {
         f'{name_of(row)}-{task}': percent / 100
         for row, values in accuracies.items()
@@ -93,14 +95,14 @@ def published(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def fine_tuning(size: str, task: str = 'digits') -> dict[str, Any]:
-    """What the transfer of section 4.1 changes, on a row of configs/finetune/vit.py or `digits`."""
+    """Returns the changes for fine-tuning on a row of configs/finetune/vit.py, or on `digits`."""
     config = transfer.get_config() if size == 'small' else finetuning.get_config(task)
-    what = 'data', 'eval_split', 'image_size', 'augmentation', 'total', 'batch_size'
-    how = 'loss', 'optimizer', 'schedule', 'regularization', 'polyak_decay', 'fewshot'
-    return fields(config, *what, *how)
+    data_fields = 'data', 'eval_split', 'image_size', 'augmentation', 'total', 'batch_size'
+    training_fields = 'loss', 'optimizer', 'schedule', 'regularization', 'polyak_decay', 'fewshot'
+    return fields(config, *data_fields, *training_fields)
 
 
-# The tasks of table 6 at one of the paper's rates, by the names of their runs.
+# The tasks of table 6 at one of the paper's learning rates, by run name.
 TASKS = {
     task: fine_tuning('full', f'{task},{rate}')
     for task, rate in {

@@ -1,11 +1,12 @@
-"""Which network is best for a given amount of computation?
+"""Compares ViTs, hybrids and ResNets at the same amount of computation.
 
 Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5 and table 6: Vision Transformers need
-2 to 4 times less than ResNets for the same accuracy (the mean of five tasks); hybrids are above
-them at small budgets alone. `full` are rows of table 6 on JFT-300M, by name: all but R152x2 for 14
-epochs and R200x3, which the paper's table 3 does not list.
-Result: docs/studies.md; table 6 is PUBLISHED below. Cost of `full`: table 6 has it, in exaFLOPs; of
-`small`: 30 trainings of 1 to 8 minutes on one CPU core.
+2 to 4 times less computation than ResNets for the same accuracy (the mean of five tasks), and
+hybrids are better than ViTs only at small budgets. `full` has the rows of table 6 on JFT-300M, by
+name, except R152x2 for 14 epochs and R200x3, which table 3 does not list.
+Result: docs/studies.md has the results of `small`; PUBLISHED below is table 6.
+Cost: `small` has 30 trainings of 1 to 8 minutes on one CPU core. Table 6 has the exaFLOPs of
+`full`.
 Command: python -m vit_jax.study --config=configs/studies/compute.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -49,7 +50,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """A grid for each family, and for each the five tasks."""
+    """Returns a study with a grid for each family, and with its five tasks."""
     if size == 'small':
         return _study(size, {family: _small(family) for family in base.SMALL}, tasks={})
     grids = {family: base.rows(*accuracies) for family, accuracies in PUBLISHED.items()}

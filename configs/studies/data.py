@@ -1,14 +1,14 @@
-"""How many images does a Vision Transformer need before it overtakes a ResNet?
+"""Measures how many images a Vision Transformer needs to overtake a ResNet.
 
-Paper: "An Image is Worth 16x16 Words", section 4.3. Figure 4: on 9 M images of JFT B/32 is far
-below R50x1, on 90 M and more above it, and so are L/16 and R152x2; no regularization is changed,
-and the network is that of the step of best accuracy on held-out images. JFT is not public: `full`
-has parts of ImageNet-21k, each trained for as many steps as 90 epochs of all of it. The splits are
-random and nested in each other. Figure 3 and table 5, `sets`: ImageNet, ImageNet-21k or JFT before
-five tasks; larger ViTs are worse on the smallest set, and better on the largest. The rows of table
-3, with its regularization; the paper tuned that for the smaller sets.
-Result: docs/studies.md; table 5 is PUBLISHED below. Cost of `small`: 36 trainings of 3 to 10
-minutes on one CPU core, and as many fine-tunings.
+Paper: "An Image is Worth 16x16 Words", section 4.3. In figure 4, B/32 is far below R50x1 with 9 M
+images of JFT and above it with 90 M and more; the same holds for L/16 and R152x2. The
+regularization is constant, and each model is evaluated at its best step on held-out images. JFT is
+not public: `full` has random, nested parts of ImageNet-21k, each trained for as many steps as 90
+epochs of all images. `sets` is figure 3 and table 5: models from ImageNet, ImageNet-21k or JFT are
+fine-tuned on five tasks; larger ViTs are worse with the smallest data set and better with the
+largest. It uses table 3 with its regularization; the paper tuned it for the smaller data sets.
+Result: docs/studies.md has the results of `small`; PUBLISHED below is table 5.
+Cost: `small` has 36 trainings of 3 to 10 minutes on one CPU core, and as many fine-tunings.
 Command: python -m vit_jax.study --config=configs/studies/data.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -26,7 +26,7 @@ from vit_jax.training.duration import Duration
 
 IMAGENET_21K = 14_197_122  # images
 SHARES = {'small': ('2%', '10%', '30%', '98%'), 'full': ('3%', '10%', '30%', '98%')}
-# Accuracies in percent after fine-tuning, in the order of base.TASKS; epochs are table 6's, or 90.
+# Accuracies in percent after fine-tuning, in the order of base.TASKS; epochs as in table 6, or 90.
 PUBLISHED = {
     'imagenet,B/16': (77.91, 98.13, 87.13, 93.81, 89.49),
     'imagenet,B/32': (73.38, 97.77, 86.31, 92.04, 85.43),
@@ -46,25 +46,25 @@ ARGUMENTS = 'small', 'full', 'sets'
 
 
 def _networks(size: str) -> dict[str, Any]:
-    """The networks of figure 4 (b/32 has half of B/32's sizes) and a hybrid."""
+    """Returns the models of figure 4 (b/32 has half of B/32's sizes) and a hybrid."""
     if size == 'small':
         return base.SMALL
     rows = 'L/16,7', 'L/32', 'B/32', 'R50+B/32', 'R50x1', 'R152x2'
-    found: dict[str, Any] = {
+    models: dict[str, Any] = {
         base.name_of(row.partition(',')[0]): vit.get_config(f'jft,{row}').model for row in rows
     }
     half = {'width': 384, 'mlp_dim': 1536, 'num_heads': 6, 'representation_size': 384}
-    return found | {'half-B32': dataclasses.replace(found['B32'], **half)}
+    return models | {'half-B32': dataclasses.replace(models['B32'], **half)}
 
 
 def _changes(model: ModelConfig) -> dict[str, Any]:
-    """The network; a ResNet has no dropout."""
+    """Returns the changes for a model; a ResNet has no dropout."""
     without = {} if isinstance(model, ViTConfig) else {'regularization': Regularization()}
     return {'model': model} | without
 
 
 def get_config(size: str = 'small') -> Study:
-    """Networks by shares of the data, or by whole sets; then each is fine-tuned."""
+    """Returns a study of models by shares of the data or by data sets, with fine-tuning."""
     if size == 'sets':
         return _sets()
     study_base = base.get_config(size)

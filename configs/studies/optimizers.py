@@ -1,10 +1,10 @@
-"""Adam or SGD: with which one are ResNets fine-tuned?
+"""Compares Adam and SGD for fine-tuning ResNets.
 
-Paper: "An Image is Worth 16x16 Words", appendix D.1, table 7: ResNets that Adam pre-trained on
-JFT-300M, fine-tuned by both; Adam is the better one on most tasks. JFT is not public: `full` names
-it.
-Result: table 7 is PUBLISHED below. Cost of `small`: 3 trainings of 4 minutes on one CPU core, and 6
-fine-tunings of 2.
+Paper: "An Image is Worth 16x16 Words", appendix D.1, table 7: ResNets that were pre-trained with
+Adam on JFT-300M are fine-tuned with both optimizers; Adam is better on most tasks. JFT is not
+public: `full` refers to it by name.
+Result: not run here yet; PUBLISHED below is table 7.
+Cost: `small` has 3 trainings of 4 minutes on one CPU core, and 6 fine-tunings of 2 minutes.
 Command: python -m vit_jax.study --config=configs/studies/optimizers.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -28,7 +28,7 @@ PUBLISHED = {
         'R152x2': (84.37, 99.07, 91.06, 94.79, 99.32),
     },
 }
-# The rates of Adam are ours: the paper does not state them.
+# The learning rate of Adam is our choice; the paper does not state it.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     'adamw': {
         'optimizer': OptimizerConfig(kind='adamw', clip_norm=1.0),
@@ -40,7 +40,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """ResNets, each fine-tuned on each task by both."""
+    """Returns a study of ResNets that are fine-tuned on each task with both optimizers."""
     config = base.get_config(size)
     if size == 'small':
         networks: dict[str, Any] = {'resnet': {'model': base.SMALL['resnet']}}

@@ -1,9 +1,10 @@
-"""Class token, mean of the tokens or attention pooling: which learning rate does each need?
+"""Compares class token, mean and attention pooling at several learning rates.
 
-Paper: "An Image is Worth 16x16 Words", appendix D.3, figure 9: with 8e-4 the mean of the tokens of
-B/16 stays far below the class token, with 3e-4 they are equal. Attention pooling (MAP) is that of
-"Scaling Vision Transformers", section 3.2.
-Result: docs/studies.md. Cost of `small`: 36 trainings of 3 minutes on one CPU core.
+Paper: "An Image is Worth 16x16 Words", appendix D.3, figure 9: at a learning rate of 8e-4 the mean
+of the tokens of B/16 is far below the class token, at 3e-4 they are equal. Attention pooling (MAP)
+is from "Scaling Vision Transformers", section 3.2.
+Result: docs/studies.md has the results of `small`.
+Cost: `small` has 36 trainings of 3 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/pooling.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -16,7 +17,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """Three ways to pool, each at four rates."""
+    """Returns a study of three kinds of pooling at four learning rates."""
     measure = base.MEASURES[size]
     grid = Grid(
         axes={

@@ -1,9 +1,9 @@
-"""Where patches lie: which kind of position embedding, and where is it added?
+"""Compares kinds of position embeddings, and the layers where they are added.
 
 Paper: "An Image is Worth 16x16 Words", appendix D.4, table 8: B/16 without positions is 3 % below
 all kinds, which are within 0.5 % of each other wherever they are added.
-Result: docs/studies.md; table 8 is PUBLISHED below. Cost of `small`: 24 trainings of 3 minutes on
-one CPU core.
+Result: docs/studies.md has the results of `small`; PUBLISHED below is table 8.
+Cost: `small` has 24 trainings of 3 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/positions.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -13,7 +13,7 @@ from typing import Any
 from vit_jax.configs.studies import base
 from vit_jax.studies.config import Drawing, Grid, Study
 
-# Linear 5-shot accuracy on ImageNet of B/16; the table does not say what it was trained on.
+# Linear 5-shot accuracy of B/16 on ImageNet; the table does not state the training data.
 PUBLISHED = {
     'none': 0.61382,
     'learned': 0.64206,
@@ -28,7 +28,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """The rows of table 8."""
+    """Returns a study of the rows of table 8."""
     measure = base.MEASURES[size]
     return Study(
         title='Position embeddings',

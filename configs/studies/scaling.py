@@ -1,9 +1,10 @@
-"""Deeper, wider, smaller patches, a wider MLP: what is the next multiply-add best spent on?
+"""Compares ways to scale a ViT: depth, width, patch size and MLP.
 
-Paper: "An Image is Worth 16x16 Words", appendix D.2, figure 8: of a network of 8 blocks, width
-1024, an MLP of 2048 and patches of 32, more depth helps most, up to 64 blocks, width least, and
-smaller patches help robustly without a parameter more.
-Result: docs/studies.md. Cost of `small`: 36 trainings of 1 to 14 minutes on one CPU core.
+Paper: "An Image is Worth 16x16 Words", appendix D.2, figure 8: starting from 8 blocks, width 1024,
+an MLP of 2048 and patches of 32, depth helps most, up to 64 blocks, and width least. Smaller
+patches help robustly without more parameters.
+Result: docs/studies.md has the results for patches of `small`.
+Cost: `small` has 36 trainings of 1 to 14 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/scaling.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -13,7 +14,7 @@ from typing import Any
 from vit_jax.configs.studies import base
 from vit_jax.studies.config import Drawing, Grid, Study
 
-# The values of each axis; the base is one of them.
+# The values of each axis, including the base.
 VALUES: dict[str, dict[str, tuple[int, ...]]] = {
     'small': {
         'depth': (2, 6, 12),
@@ -44,7 +45,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """Four grids, in each of which one size alone is changed."""
+    """Returns a study with four grids that each change one size."""
     measure = base.MEASURES[size]
     grids = {
         name: Grid(

@@ -1,12 +1,12 @@
-"""Which part of a pre-trained network to train: the four cases of transfer learning.
+"""Compares which part of a pre-trained model to train, by amount and distance of the data.
 
-Little or much target data, near to or far from what was learned before: the head alone, all with a
-tenth of the rate, the last two blocks, or all. Common advice: the head for little near data, all
-for much; the paper (section 4.1) trains all, always. `small` learns five classes of CIFAR-10: near
-are the other five, far are scikit-learn's digits. `full` starts from B/16 of ImageNet-21k; near are
-pets, far is EuroSAT.
-Result: not run here yet. Cost of `small`: 3 trainings of 3 minutes on one CPU core, and 48
-fine-tunings of 1.
+Paper: "An Image is Worth 16x16 Words", section 4.1, always trains all parameters. Common advice is
+to train the head for little data that is similar to the pre-training data, and everything for much
+data. The study trains the head, everything at a tenth of the learning rate, the last two blocks, or
+everything. `small` pre-trains on five classes of CIFAR-10; near are the other five classes, far are
+scikit-learn's digits. `full` starts from B/16 from ImageNet-21k; near is Pets, far is EuroSAT.
+Result: not run here yet.
+Cost: `small` has 3 trainings of 3 minutes on one CPU core, and 48 fine-tunings of 1 minute.
 Command: python -m vit_jax.study --config=configs/studies/transfer.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -21,7 +21,7 @@ LEARNED = 'airplane', 'automobile', 'bird', 'cat', 'deer'
 NEAR = 'dog', 'frog', 'horse', 'ship', 'truck'
 TRAINED: dict[str, dict[str, Any]] = {
     'head': {'optimizer.trained_blocks': 0},
-    'small-rate': {},  # a tenth of it, below
+    'small-rate': {},  # a tenth of the learning rate, see get_config
     'last-blocks': {'optimizer.trained_blocks': 2},
     'all': {},
 }
@@ -39,13 +39,13 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """Trained parts by amount and kind of data."""
-    how = base.fine_tuning('small')
-    own = {name: value for name, value in how.items() if name not in ('data', 'eval_split')}
+    """Returns a study of trained parts by amount and distance of the data."""
+    far = base.fine_tuning('small')
+    near = {name: value for name, value in far.items() if name not in ('data', 'eval_split')}
     tasks: dict[str, dict[str, Any]]
     if size == 'small':
         config = dataclasses.replace(base.get_config('small'), classes=LEARNED)
-        tasks = {'near': own | {'classes': NEAR}, 'far': how | {'classes': ()}}
+        tasks = {'near': near | {'classes': NEAR}, 'far': far | {'classes': ()}}
         before = {'train': Grid()}
         start: dict[str, Any] = {'start_from': 'train'}
     else:

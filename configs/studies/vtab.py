@@ -1,10 +1,12 @@
-"""VTAB-1k: one network fine-tuned on each of the 19 tasks, and the means of their groups.
+"""Fine-tunes one model on each of the 19 tasks of VTAB-1k, with the means of their groups.
 
-Paper: "An Image is Worth 16x16 Words", table 2, figure 2 and table 9; recipe and data are those of
-configs/finetune/vtab.py. Networks from JFT are not public: --config.base.start_from names another.
-Result: table 9 is PUBLISHED below; means of its 19 tasks 77.6, 76.3 and 72.7 %, of three runs each.
-A task whose data is not there fails with the command that prepares it, and the others continue.
-Cost: 19 x 1.5 exaFLOPs for L/16, and 390,000 test images at 384 pixels, for each seed.
+Paper: "An Image is Worth 16x16 Words", table 2, figure 2 and table 9; recipe and data are those in
+configs/finetune/vtab.py. Models from JFT are not public: set --config.base.start_from to another
+checkpoint. A task with missing data fails with the command that prepares it, and the others
+continue.
+Result: The means of the 19 tasks, of three runs each, are 77.6 % (H/14 from JFT), 76.3 % (L/16 from
+JFT) and 72.7 % (L/16 from ImageNet-21k). PUBLISHED below is table 9.
+Cost: L/16 takes 19 x 1.5 exaFLOPs, and 390,000 test images at 384 pixels, for each seed.
 Command: python -m vit_jax.study --config=configs/studies/vtab.py:L/16-in21k --workdir=DIR
 """
 
@@ -30,7 +32,7 @@ ARGUMENTS = tuple(PUBLISHED)
 
 
 def get_config(network: str = 'L/16-in21k') -> Study:
-    """The 19 tasks; the base is the first, of which crops and flips are right for most others."""
+    """Returns a study of the 19 tasks; the base has the crops and flips of most tasks."""
     base = vtab.get_config('caltech101')
     base.start_from = None if network.endswith('jft') else f'vit:{network}'
     groups: dict[str, tuple[str, ...]] = {

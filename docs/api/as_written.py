@@ -1,7 +1,7 @@
-"""A Sphinx extension: docstrings as the plain text that they are, signatures and fields as written.
+"""A Sphinx extension that shows docstrings as plain text, and signatures and fields as written.
 
-Sphinx would show what Python has made of an annotation: unions of shapes written out, aliases
-replaced by what they stand for. And of records it would show no fields.
+By default Sphinx shows evaluated annotations, with aliases and unions of shapes expanded, and no
+fields of records.
 """
 
 import ast
@@ -13,12 +13,12 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-# Between literals, what would be markup in reStructuredText and is none in a docstring.
+# Literals, or characters outside them that reStructuredText would interpret as markup.
 _MARKUP = re.compile(r'(`[^`]+`)|([*|\\]|(?<=\w)_(?!\w))')
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Called by Sphinx, which loads this for the name in `extensions`."""
+    """Registers the extension; called by Sphinx."""
     app.connect('autodoc-process-signature', _signature)
     app.connect('autodoc-process-docstring', _docstring)
     app.connect('autodoc-skip-member', _skipped)
@@ -28,7 +28,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
 def _signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, given: str, returns: str
 ) -> tuple[str, str]:
-    """The arguments and the result, in the words of the source."""
+    """Returns the arguments and the result as written in the source."""
     if what == 'class':
         return ('', '') if _has_fields(obj) else (given, returns)
     if what not in ('function', 'method') or not given:
@@ -41,9 +41,9 @@ def _signature(
 
 
 def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Escapes what is no markup, and adds the fields of a record, each with its comment.
+    """Escapes markup characters, and adds the fields of a record with their comments.
 
-    What is indented below a line that ends with a colon is code.
+    An indented block after a line that ends with a colon is code.
     """
     in_code = False
     for number, line in enumerate(lines):
@@ -57,7 +57,7 @@ def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines:
 
 
 def _skipped(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Fields are shown already; `check` is called by the records themselves."""
+    """Skips fields, which are shown already, and `check`, which only records call."""
     is_field = type(obj).__name__ == '_tuplegetter'
     return True if is_field or name == 'check' else None
 
@@ -67,7 +67,7 @@ def _has_fields(obj: Any) -> bool:
 
 
 def _fields(cls: type) -> list[str]:
-    """The lines of the source that declare its fields, those of its bases first."""
+    """Returns the source lines that declare the fields, starting with the base classes."""
     lines: list[str] = []
     for owner in reversed(cls.__mro__[:-1]):
         if owner.__module__.startswith('vit_jax'):
@@ -80,7 +80,7 @@ def _fields(cls: type) -> list[str]:
 
 
 def _start(node: ast.AnnAssign, source: list[str]) -> int:
-    """The line of a field, or of the comments above it."""
+    """Returns the first line of a field, including the comments above it."""
     start = node.lineno - 1
     while source[start - 1].lstrip().startswith('#'):
         start -= 1
@@ -88,5 +88,5 @@ def _start(node: ast.AnnAssign, source: list[str]) -> int:
 
 
 def _node(obj: Any) -> Any:
-    """The definition in the source of a function or class."""
+    """Returns the syntax tree of a function or class."""
     return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(obj)))).body[0]

@@ -15,7 +15,7 @@ from vit_jax.models import Backbone, Compute, ResNetConfig
 BACKBONE = Backbone(blocks=(1, 1), width=32)
 HYBRID = {'image_size': (64, 48), 'patch_size': (2, 1), 'backbone': BACKBONE}
 RESNET = ResNetConfig(image_size=(20, 14), backbone=BACKBONE, num_classes=3)
-DOCUMENTED = (pathlib.Path(__file__).parents[2] / 'docs' / 'look_inside.md').read_text()
+DOCUMENTED = (pathlib.Path(__file__).parents[2] / 'docs' / 'visualize.md').read_text()
 _, _OF_VIT, _OF_RESNET = re.split(r'^\| in a .*$', DOCUMENTED, flags=re.MULTILINE)
 VIT_TAPS, RESNET_TAPS = (
     set(re.findall(r'^\| `([^`]+)` \| [(t]', table, re.MULTILINE))

@@ -218,7 +218,7 @@ def new_job_parser(
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a job of several processes (see "Many hosts")."""
+    """Adds the arguments of a job of several processes (docs/multi_host.md)."""
     add = parser.add_argument_group('several hosts: detected in a cluster, or given').add_argument
     add('--distributed', choices=['auto', 'off'], default='auto', help='off: one process alone')
     add('--coordinator_address', metavar='HOST:PORT', help='of process 0')

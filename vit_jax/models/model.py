@@ -33,7 +33,7 @@ class Model(NamedTuple):
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
       of the corrupted images. Requires `patch_outputs`.
     - capture(params, images, names) -> (output of `apply`, intermediate arrays by name), for taps
-      such as `attention/weights`; the page "Look inside" lists them. Other taps are not computed.
+      such as `attention/weights`; docs/visualize.md lists them. Other taps are not computed.
       If `names` maps names to functions, each tap is reduced by its function, block by block.
       Raises UserError for an unknown name. If `capture` is jitted, its output may differ from
       `apply` in the last bits.

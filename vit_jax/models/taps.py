@@ -1,6 +1,6 @@
 """Taps: named intermediate arrays of a model that `Model.capture` can return.
 
-The page "Look inside" lists all taps with their shapes. A test compares its tables with the models.
+docs/visualize.md lists all taps with their shapes. A test compares its tables with the models.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -3,6 +3,7 @@
 Skipped, visibly, without the `torch` extra.
 """
 
+import json
 import types
 from dataclasses import replace
 
@@ -112,6 +113,38 @@ def test_transformers_gives_the_same_logits_and_its_files_are_read(network, tmp_
     again = vit_jax.load(tmp_path / 'theirs')
     assert replace(again.config, position_resize='bilinear') == ours.config  # as each resizes
     assert_same_arrays(named_leaves(ours.params), named_leaves(again.params))
+
+
+# Keys that earlier versions of transformers wrote into each config.json or vision_config.
+EARLIER = {'top_k': 50, 'num_beams': 1, 'use_bfloat16': False, 'pruned_heads': {}, 'max_length': 20}
+EARLIER |= {'tie_word_embeddings': True, 'begin_suppress_tokens': [1], 'length_penalty': 1.0}
+SMALL = {'hidden_size': 64, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'image_size': 32}
+CLASSES = 'ViTModel ViTMAEModel ViTMSNForImageClassification DeiTModel IJepaModel Dinov2Model'
+CLASSES += ' Dinov2WithRegistersModel DINOv3ViTModel CLIPVisionModel SiglipVisionModel'
+
+
+@pytest.mark.parametrize('name', CLASSES.split())
+def test_all_keys_that_transformers_writes_are_known(name, tmp_path):
+    cls = getattr(transformers, name)
+    registers = {'num_register_tokens': 4} if 'DINOv3' in name else {}
+    config = cls.config_class(**SMALL, patch_size=8, **registers)
+    cls(config).save_pretrained(tmp_path)
+    described = EARLIER | config.to_dict()
+    if name.endswith('VisionModel'):  # as a part of two towers
+        whole = getattr(transformers, name.replace('VisionModel', 'Config'))().to_dict()
+        described = EARLIER | whole | {'vision_config': described}
+    (tmp_path / 'config.json').write_text(json.dumps(described))
+    assert vit_jax.load(tmp_path).config.width == 64
+
+
+def test_all_keys_that_timm_writes_are_known(tmp_path):
+    model = timm.create_model('vit_tiny_patch16_224', depth=1, num_classes=5)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    described = json.loads((tmp_path / 'config.json').read_text())
+    known = vars(timm.models.PretrainedCfg()).keys() - {'label_offset', 'label_names', 'state_dict'}
+    described['pretrained_cfg'] = dict.fromkeys(known, 'x') | described['pretrained_cfg']
+    (tmp_path / 'config.json').write_text(json.dumps(described))
+    assert vit_jax.load(tmp_path, num_heads=3).config.depth == 1
 
 
 @pytest.mark.full

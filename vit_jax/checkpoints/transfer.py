@@ -101,8 +101,7 @@ def _keep_known_classes(
     }
     others = [repr(name) for name in new if name not in same]
     listed = ', '.join(others if len(others) <= 5 else [*others[:5], '...'])
-    added = f'; new: {listed}' if others else ''
-    return kept, f'head: kept for {count} (by name){added}'
+    return kept, f'head: kept for {count} (by name)' + (f'; new: {listed}' if others else '')
 
 
 def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:

@@ -41,7 +41,7 @@ WRONG = {
         ({'image_size': 64}, 'position_embeddings'),
         ({'patch_size': 2}, 'patch_embeddings'),
         ({'num_hidden_layers': 4}, 'encoder.layer.3'),
-        ({'hidden_act': 'swish'}, f'{CONFIG}.hidden_act'),
+        ({'hidden_act': 'relu'}, f'{CONFIG}.hidden_act'),
         ({'auto_map': {'AutoModel': 'mine.Mine'}}, 'auto_map'),
         ({'quantization_config': {'bits': 4}}, 'quantization_config'),
         ({'model_type': None}, 'model_type'),
@@ -146,6 +146,43 @@ def test_what_a_file_says_that_is_odd_or_not_supported_is_rejected(name, file, r
             vit_jax.load(folder)
         assert str(caught.value).startswith(str(folder)) and '\n' not in str(caught.value)
     path.write_text(original)
+
+
+PARTS = 'vision_config', 'model_args', 'pretrained_cfg', 'preprocess_cfg', 'model_cfg', 'vision_cfg'
+
+
+@pytest.mark.parametrize('name, file', WRONG)
+def test_a_key_that_nobody_knows_is_rejected_by_file_and_name(name, file, root):
+    path = folder_of(name, root) / file
+    path.parent.chmod(0o755)
+    original = path.read_text()
+    said = json.loads(original)
+    objects = [said]
+    for part in PARTS:
+        objects += [each[part] for each in objects if part in each]
+    for values in objects:
+        values['mystery'] = 1
+        path.write_text(json.dumps(said))
+        with pytest.raises(UserError, match=f'{file}.*mystery'):
+            vit_jax.load(path.parent)
+        del values['mystery']
+    path.write_text(original)
+
+
+def test_older_names_and_forms_of_transformers_mean_the_same(root, tmp_path):
+    folder = shutil.copytree(folder_of('hf', root), tmp_path / 'hf')
+    network = vit_jax.load(folder)
+    config, processor = (json.loads((folder / file).read_text()) for file in (CONFIG, PROCESSOR))
+    height, width = network.config.image_size
+    sizes = height, [height, width], [2 * height, width]
+    acts = {'gelu_new': 'tanh', 'gelu_python': 'exact', 'gelu_fast': 'tanh'}
+    for size, (act, gelu) in zip(sizes, acts.items(), strict=True):
+        (folder / CONFIG).write_text(json.dumps(config | {'hidden_act': act}))
+        (folder / PROCESSOR).write_text(json.dumps(processor | {'size': size, 'do_pad': None}))
+        again = vit_jax.load(folder)
+        image_size = (2 * height, width) if size is sizes[-1] else (height, width)
+        assert again.config == dataclasses.replace(network.config, gelu=gelu, image_size=image_size)
+        assert again.preprocessing == network.preprocessing
 
 
 def test_what_a_timm_description_states_twice_or_in_part(root):

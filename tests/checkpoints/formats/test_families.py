@@ -99,6 +99,19 @@ def test_without_config_json_the_arrays_say_which_model_of_transformers_it_is(na
     assert sum('no config.json' in line for line in inferred.report) == 1
 
 
+def test_a_siglip_without_a_head_and_a_description_is_a_siglip(tmp_path):
+    folder = pathlib.Path(reference.family('siglip_hf_linear'))
+    config = json.loads((folder / 'config.json').read_text())
+    config['vision_config'] |= {'vision_use_head': False}
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    arrays = load_file(folder / 'model.safetensors').items()
+    tower = {n: a for n, a in arrays if n.startswith('vision_model.') and '.head.' not in n}
+    save_file(tower, tmp_path / 'model.safetensors')
+    described = vit_jax.load(tmp_path)
+    (tmp_path / 'config.json').unlink()
+    assert vit_jax.load(tmp_path, num_heads=described.config.num_heads) == described
+
+
 @pytest.mark.parametrize('name', NOT_SUPPORTED)
 def test_what_is_not_supported_is_refused_by_name(name):
     with pytest.raises(UserError, match=f'{NOT_SUPPORTED[name]}.* not supported'):

@@ -95,6 +95,11 @@ LAYOUTS = [
     (timm.TIMM, replace(ROOT_ALONE, gelu='exact'), timm.Layout()),
     (
         huggingface.HUGGINGFACE,
+        replace(EXACT, layer_norm_epsilon=1e-6),
+        huggingface.Layout(prefix='vit.', family='vit_msn', bare_blocks=True),
+    ),
+    (
+        huggingface.HUGGINGFACE,
         tiny.model(num_classes=None, representation_size=16, gelu='exact'),
         huggingface.Layout(prefix=''),
     ),

@@ -23,6 +23,7 @@ def under(prefix, value, names=NAMES):
 
 
 HUGGINGFACE = 'vit.embeddings.patch_embeddings.projection.weight', 'classifier.bias'
+SIGLIP = 'embeddings.patch_embedding.weight', 'head.probe', 'head.mlp.fc1.weight'
 OPEN_CLIP = 'visual.ln_pre.weight', 'visual.conv1.weight', 'logit_scale'
 # What each file holds; all but the arrays that are 1 are left out.
 FILES = {
@@ -38,6 +39,9 @@ FILES = {
     'Lightning': under('state_dict.student_backbone.', 0)
     | under('state_dict.teacher_backbone.', 1),
     'compiled': under('model.module._orig_mod.', 1),
+    'sharded': under('module.', 1, [n.replace('mlp', '_fsdp_wrapped_module.mlp') for n in NAMES]),
+    'in chunks': under('teacher.backbone.', 1, [n.replace('ks.0', 'ks.1.0') for n in NAMES]),
+    'SigLIP alone': under('', 1, SIGLIP),
     'nested': under('model.state_dict.', 1),
     'own key': under('mine.', 1),
     'transformers': under('module.', 1, HUGGINGFACE),
@@ -52,7 +56,8 @@ def model_of(arrays, key=''):
 @pytest.mark.parametrize('file', FILES)
 def test_weights_are_found_and_averaged_ones_preferred(file):
     found = model_of(FILES[file])
-    names = {'transformers': HUGGINGFACE, 'OpenCLIP': OPEN_CLIP}.get(file, NAMES)
+    names = {'transformers': HUGGINGFACE, 'OpenCLIP': OPEN_CLIP, 'SigLIP alone': SIGLIP}
+    names = names.get(file, NAMES)
     assert found.arrays == under('', 1, names)
     assert len(found.ignored) == sum(value == 0 for value in FILES[file].values())
     several = sum(name.endswith('cls_token') for name in FILES[file]) > 1

@@ -58,13 +58,13 @@ class JsonObject(dict[str, Any]):
         return JsonObject({} if values is None else values, f'{self.where}.{name}')
 
     def expect(self, values: Mapping[str, Any]) -> None:
-        """Raises UserError if one of these keys is present with another value."""
+        """Raises UserError unless each of these keys has this value, is null, or is absent."""
         for name, only in values.items():
-            value = self.get(name, only)
+            value = only if self.get(name) is None else self[name]
             wrong = f'{self.where}.{name}={value!r} is not supported: expected {only!r}'
             require(value == only, wrong)
 
-    def record(self, cls: type[R], *, defaults: Mapping[str, Any] = {}, ignored: str = '.*') -> R:
+    def record(self, cls: type[R], *, ignored: str, defaults: Mapping[str, Any] = {}) -> R:
         """Returns the record of the fields that `cls` has.
 
         A key that is absent or null has the value in `defaults`, or the default of the field.
@@ -75,8 +75,9 @@ class JsonObject(dict[str, Any]):
         """
         stated = {name: value for name, value in self.items() if value is not None}
         for name in sorted({*stated} - {*records.hints(cls)}):
+            unknown = f'{self.where}.{name}={stated[name]!r:.80} is not supported'
             known = re.fullmatch(ignored, name) is not None
-            require(known, f'{self.where}.{name}={stated[name]!r} is not supported')
+            require(known, f'{unknown}; remove it if it does not change the outputs of the model')
         values = {**defaults, **stated}
         fields = {name: values[name] for name in records.hints(cls) if name in values}
         return records.from_dict(cls, fields, where=self.where)

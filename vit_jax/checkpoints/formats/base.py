@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
-from vit_jax.base import records
+from vit_jax.base import Record, records
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats.array_files import FileContents
 from vit_jax.checkpoints.formats.name_map import NameRule
@@ -13,7 +13,7 @@ from vit_jax.models import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class Layout(Record):
     """How the files of one format differ; kept, to write a model as it was read."""
 
     prefix: str = ''  # in front of every name
@@ -23,14 +23,41 @@ class Layout:
 
 
 L = TypeVar('L', bound=Layout)
+# Keys of every config.json of transformers that do not change the features of images: origin, types
+# of numbers, classes, losses, initial values, memory, and how texts are generated.
+NO_EFFECT = (
+    r'_.*|architectures|model_type|transformers_version|(torch_)?dtype|use_(bfloat16|cache)|prefix'
+    r'|id2label|label2id|num_labels|problem_type|loss_type|finetuning_task|task_specific_params'
+    r'|initializer_(range|factor)|gradient_checkpointing|chunk_size_feed_forward|torchscript'
+    r'|pruned_heads|attn_implementation|tokenizer_class|(output|return|tf|tie|xla)_\w+'
+    r'|is_(encoder_)?decoder|(add_)?cross_attention(_hidden_size)?|\w+_(token_id|penalty|words_ids)'
+    r'|do_sample|(max|min)_length|num_(beams|beam_groups|return_sequences)|temperature|top_[kp]'
+    r'|typical_p|early_stopping|\w*(no_repeat_ngram_size|suppress_tokens)|remove_invalid_values'
+)
 Scaling = tuple[float, float, float]  # by channel
 # Mean and std of pixel values: to -1 and 1, as published ViTs take them; of ImageNet; of CLIP.
 HALF: Scaling = (0.5, 0.5, 0.5)
-IMAGENET: tuple[Scaling, Scaling] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CLIP: tuple[Scaling, Scaling] = (
-    (0.48145466, 0.4578275, 0.40821073),
-    (0.26862954, 0.26130258, 0.27577711),
-)
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclasses.dataclass
+class TimmImages(Record):
+    """How timm and OpenCLIP prepare images: the keys that both have."""
+
+    interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bicubic'
+    mean: Scaling = HALF
+    std: Scaling = HALF
+
+    def check(self) -> None:
+        check_scaling(self, 'mean', 'std')
+
+    def preprocessing(self, mode: str, crop_pct: float = 1.0) -> Preprocessing:
+        """Returns the preprocessing: an image is squashed, or its center is cropped."""
+        how: Any = {'resize': f'{self.interpolation}_antialias', 'rounding': 'timm'}
+        crop = CentralCrop(scale=1 / crop_pct, keep_aspect=mode != 'squash', **how)
+        scaling: Any = {n: tuple(255 * v for v in getattr(self, n)) for n in ('mean', 'std')}
+        return Preprocessing(crop=crop, exif_rotation=False, **scaling)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +101,3 @@ def check_scaling(record: Any, mean: str, std: str) -> None:
     """Raises UserError unless these fields are a mean and std of pixel values from 0 to 1."""
     records.require_between(record, mean, low=0, high=1)
     records.require_between(record, std, low=0.001, high=10)
-
-
-def timm_preprocessing(
-    mean: Scaling, std: Scaling, *, interpolation: str, keep_aspect: bool, crop_pct: float = 1.0
-) -> Preprocessing:
-    """Returns the preprocessing of timm and OpenCLIP, with mean and std of values from 0 to 1."""
-    (r, g, b), (s, t, u) = mean, std
-    resize: Any = f'{interpolation}_antialias'
-    crop = CentralCrop(scale=1 / crop_pct, keep_aspect=keep_aspect, resize=resize, rounding='timm')
-    return Preprocessing(
-        crop=crop,
-        exif_rotation=False,
-        mean=(255 * r, 255 * g, 255 * b),
-        std=(255 * s, 255 * t, 255 * u),
-    )

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from vit_jax.base import Record, require, tree_names
 from vit_jax.checkpoints.card import Card, Hints
@@ -27,8 +27,9 @@ _IGNORED = (
     r'|logit_(scale|bias)|(vision_model\.)?head\.(probe|(attention|layernorm|mlp)\..*)'
 )
 # By hidden_act. SiLU is the activation of a SwiGLU.
-_GELUS: dict[str, Gelu | None]
-_GELUS = {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick', 'silu': None}
+_GELUS: dict[str, Gelu | None] = {'gelu_python': 'exact', 'swish': None}  # older names, as the next
+_GELUS |= dict.fromkeys(('gelu_new', 'gelu_fast', 'gelu_accurate', 'gelu_python_tanh'), 'tanh')
+_GELUS |= {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick', 'silu': None}
 # The loss of the training, by problem_type.
 _LOSSES = {
     'single_label_classification': 'softmax',
@@ -36,8 +37,15 @@ _LOSSES = {
     'regression': 'regression',
 }
 # Keys that other models use, with the only value that is supported.
-_ONLY: dict[str, Any] = {'auto_map': None, 'quantization_config': None, 'rope_scaling': None}
-_ONLY |= {'rope_theta': 100.0, 'pooler_act': 'tanh', 'proj_bias': True, 'mlp_bias': True}
+_ONLY = {'rope_theta': 100.0, 'pooler_act': 'tanh', 'proj_bias': True, 'mlp_bias': True}
+# Keys without effect on the features of images: of the training, of masked pre-training, of another
+# tower, of transformers' backbones, what the arrays show, and keys that `_parse` compares.
+_NO_EFFECT = (
+    rf'{base.NO_EFFECT}|{"|".join(_ONLY)}|(text|vision)_config(_dict)?|rope_parameters'
+    r'|\w*dropout\w*|drop_path_rate|pos_embed_(jitter|rescale|shift)|decoder_\w+|mask_ratio'
+    r'|norm_pix_loss|use_(mask_token|gated_mlp)|encoder_stride|layerscale_value|apply_layernorm'
+    r'|logit_scale_init_value|reshape_\w+|out_\w+|stage_names|projection_dim|pooler_output_size'
+)
 # Keys and the fields of `ViTConfig` with the same value.
 _FIELDS = {
     'image_size': 'image_size',
@@ -173,13 +181,14 @@ class Config(Record):
     intermediate_size: int = 3072
     mlp_ratio: float = 4.0  # of DINOv2
     num_register_tokens: int = 0
-    hidden_act: Literal['gelu', 'gelu_pytorch_tanh', 'quick_gelu', 'silu'] = 'gelu'
+    hidden_act: str = 'gelu'  # a key of _GELUS
     layer_norm_eps: float = 1e-12
     qkv_bias: bool = True
     query_bias: bool = True  # these three of DINOv3
     key_bias: bool = True
     value_bias: bool = True
     use_swiglu_ffn: bool = False  # of DINOv2
+    vision_use_head: bool = True  # of SigLIP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +196,7 @@ class Layout(base.Layout):
     """How these files differ."""
 
     family: str = 'vit'  # a key of _FAMILIES
+    bare_blocks: bool = False  # no prefix in front of blocks, as transformers 5 writes ViTMSN
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -201,7 +211,8 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
         rules += module(f'{weights}_in', f'{_BLOCK}/mlp/gate', f'{_BLOCK}/mlp/dense1')
         rules += module(f'{weights}_out', f'{_BLOCK}/mlp/dense2')
     for ours, theirs in names.items():
-        path = ('' if ours.startswith('head') else prefix) + theirs.replace('{block}', family.block)
+        is_bare = ours.startswith('head') or (layout.bare_blocks and '{block}' in theirs)
+        path = ('' if is_bare else prefix) + theirs.replace('{block}', family.block)
         rules += [NameRule(path, (ours,), _TRANSFORMS.get(theirs, SAME)), *module(path, ours)]
     return rules
 
@@ -220,12 +231,16 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     types = ', '.join([*_FAMILIES, *_TOWERS])
     wrong = f'config.json: model_type={model_type!r} is not supported: expected one of {types}'
     require(family in _FAMILIES, wrong)
-    layout = Layout(prefix=prefix, family=family)
-    values = described.part('vision_config') if model_type in _TOWERS else described
+    is_bare = prefix != '' and any(name.startswith('encoder.layer.') for name in arrays)
+    layout = Layout(prefix=prefix, family=family, bare_blocks=is_bare)
+    tower = described.part('vision_config_dict') or described.part('vision_config')
+    values = JsonObject(described | tower, 'config.json') if model_type in _TOWERS else described
     values.expect(_ONLY)
-    values.part('rope_parameters').expect({'rope_theta': 100.0})
-    fields = values.record(Config, defaults=_FAMILIES[family].defaults)
-    values.expect({'use_gated_mlp': fields.hidden_act == 'silu'})  # of DINOv3
+    values.part('rope_parameters').expect({'rope_theta': 100.0, 'rope_type': 'default'})
+    fields = values.record(Config, ignored=_NO_EFFECT, defaults=_FAMILIES[family].defaults)
+    wrong = f'config.json.hidden_act={fields.hidden_act!r}: expected one of {", ".join(_GELUS)}'
+    require(fields.hidden_act in _GELUS, wrong)
+    values.expect({'use_gated_mlp': _GELUS[fields.hidden_act] is None})  # of DINOv3
     config = _build_config(fields, layout, arrays, hints)
     names = _names_in_file(config, layout)
     has_bias = {key: fields.qkv_bias and getattr(fields, key) for key in _BIASES}
@@ -255,7 +270,7 @@ def _family_of(has: Callable[[str], bool]) -> str:
     is_dino = has(f'{_BLOCK}/attention_scale')
     kinds = {
         'clip_vision_model': has('pre_norm'),
-        'siglip_vision_model': has('pool/probe'),
+        'siglip_vision_model': has('pool/probe') or has('embeddings.position_embedding.'),
         'dinov3_vit': is_dino and not has('pos_embedding'),
         'dinov2_with_registers': has('registers'),
         'dinov2': is_dino,
@@ -269,7 +284,7 @@ def _family_of(has: Callable[[str], bool]) -> str:
 def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> JsonObject:
     """Returns the config.json of a file without one, for the usual model of its family."""
     joined = '\n'.join(arrays)
-    family = _family_of(lambda ours: _NAMES[ours].removeprefix('{block}') in joined)
+    family = _family_of(lambda ours: _NAMES.get(ours, ours).removeprefix('{block}') in joined)
     if family == 'clip_vision_model' and hints.gelu is None:
         raise NeedsHint('no config.json: say gelu=quick, as OpenAI trained it, or gelu=exact')
     layout, usual = Layout(prefix=prefix, family=family), Config(**_FAMILIES[family].defaults)
@@ -292,7 +307,7 @@ def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> J
     )
     zeros = tuple(names[bias] for bias in _BIASES.values() if first[bias] not in arrays)
     described = _describe(config, dataclasses.replace(layout, zeros=zeros))
-    return JsonObject(described, 'config.json')
+    return JsonObject(described | {'vision_use_head': True}, 'config.json')
 
 
 def _build_config(
@@ -302,7 +317,7 @@ def _build_config(
     heads = (_NAMES | _FAMILIES[family].names)['head'], _NAMES['head/cls']
     head = next((f'{name}.weight' for name in heads if f'{name}.weight' in arrays), None)
     pool: Pool = 'cls' if tokens else 'gap'
-    if f'{layout.prefix}head.probe' in arrays and not head:
+    if f'{layout.prefix}head.probe' in arrays and not head and fields.vision_use_head:
         pool = 'map'
     elif head and family.startswith('dinov2'):
         pool = 'cls_gap'

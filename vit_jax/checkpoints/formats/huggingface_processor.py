@@ -10,13 +10,15 @@ from vit_jax.checkpoints.formats.base import CLIP, HALF, IMAGENET, Scaling, chec
 from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
 from vit_jax.models import ViTConfig
 
-Size = int | dict[str, int]
+Size = int | tuple[int, int] | dict[str, int]
 # By Pillow's numbers.
 _RESIZE_METHODS: dict[int, ResizeMethod] = {1: 'lanczos_antialias'}
 _RESIZE_METHODS |= {2: 'bilinear_antialias', 3: 'bicubic_antialias'}
 _IMAGENET = {'image_mean': IMAGENET[0], 'image_std': IMAGENET[1]}
 _CLIP = {'image_mean': CLIP[0], 'image_std': CLIP[1], 'resample': 3}
 _CLIP |= {'do_center_crop': True, 'default_to_square': False}
+# Keys without effect, as images are RGB, and keys that `parse` compares.
+_NO_EFFECT = r'_.*|\w+_(type|class|format|grouping)|device|do_(convert_rgb|resize|pad)|pad_size'
 # What the classes do by default: XImageProcessor.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     'ViT': {'resample': 2},
@@ -66,18 +68,13 @@ def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, 
     wrong = f'{declared.where}: {name} is not supported: expected one of {known}'
     require(kind in _DEFAULTS, wrong)
     declared.expect({'do_resize': True, 'do_pad': False})
-    processor = declared.record(_Processor, defaults=_DEFAULTS[kind])
+    processor = declared.record(_Processor, ignored=_NO_EFFECT, defaults=_DEFAULTS[kind])
     crop, size = _crop(processor, declared.where)
     factor = processor.rescale_factor if processor.do_rescale else 1.0
     mean = processor.image_mean if processor.do_normalize else (0.0, 0.0, 0.0)
     std = processor.image_std if processor.do_normalize else (1.0, 1.0, 1.0)
-    preprocessing = Preprocessing(
-        crop=crop,
-        exif_rotation=False,
-        mean=(mean[0] / factor, mean[1] / factor, mean[2] / factor),
-        std=(std[0] / factor, std[1] / factor, std[2] / factor),
-    )
-    return preprocessing, size
+    scaling: Any = {'mean': tuple(v / factor for v in mean), 'std': tuple(v / factor for v in std)}
+    return Preprocessing(crop=crop, exif_rotation=False, **scaling), size
 
 
 def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
@@ -107,7 +104,7 @@ def _sides(size: Size, is_square: bool, wrong: str) -> tuple[bool, int, int]:
             return not is_square, size, size
         case {'shortest_edge': edge} if len(size) == 1:
             return True, edge, edge
-        case {'height': height, 'width': width} if len(size) == 2:
+        case (height, width) | {'height': height, 'width': width} if len(size) == 2:
             return False, height, width
     raise UserError(f'{wrong}: expected height and width, or shortest_edge')
 

@@ -44,11 +44,6 @@ def with_defaults(hints: Hints, defaults: Hints) -> Hints:
     return dataclasses.replace(defaults, **given)
 
 
-def hints_of(config: ModelConfig) -> Hints:
-    """Returns all hints for a model that is known."""
-    return Hints(**{name: getattr(config, name, None) for name in vars(Hints())})
-
-
 def shape_of(arrays: Arrays, name: str, *ranks: int) -> tuple[int, ...]:
     """Returns the shape of an array. Raises UserError if it is missing or of another rank."""
     require(name in arrays, f'the array {name} is missing')

@@ -23,7 +23,11 @@ _BLOCK = 'transformer.resblocks'
 # Fields that all these towers share.
 _SHARED: dict[str, Any] = {'pre_norm': True, 'layer_norm_epsilon': 1e-5}
 _SHARED |= {'position_resize': 'bicubic_antialias'}
-_TRAINING_ONLY = r'patch_dropout|output_tokens|timm_(model_pretrained|drop|drop_path|proj_bias)'
+# Keys without effect on the image tower: of texts, of the training, and of its own projection.
+_NO_EFFECT = (
+    r'(vision|text|multimodal)_cfg|custom_text|(nonscalar|init)_logit_(scale|bias)|size|fill_color'
+    r'|patch_dropout|output_tokens|timm_(model_pretrained|drop|drop_path|proj_bias)'
+)
 
 
 @dataclasses.dataclass
@@ -52,23 +56,22 @@ class _Vision(Record):
 
 
 @dataclasses.dataclass
-class _Preprocess(Record):
+class _Preprocess(base.TimmImages):
     """`preprocess_cfg`; its size is the model's."""
 
     mean: Scaling = CLIP[0]
     std: Scaling = CLIP[1]
-    interpolation: Literal['bilinear', 'bicubic'] = 'bicubic'
     resize_mode: Literal['shortest', 'squash'] = 'shortest'
-
-    def check(self) -> None:
-        base.check_scaling(self, 'mean', 'std')
+    mode: Literal['RGB'] = 'RGB'
 
 
 def _read(contents: FileContents) -> tuple[_Model, _Vision, _Preprocess]:
     described = contents.description(_FILE)
+    described.record(_Model, ignored='(model|preprocess)_cfg')  # rejects other keys
     model = described.part('model_cfg')
-    vision = model.part('vision_cfg').record(_Vision, ignored=_TRAINING_ONLY)
-    return model.record(_Model), vision, described.part('preprocess_cfg').record(_Preprocess)
+    vision = model.part('vision_cfg').record(_Vision, ignored=_NO_EFFECT)
+    preprocess = described.part('preprocess_cfg').record(_Preprocess, ignored=_NO_EFFECT)
+    return model.record(_Model, ignored=_NO_EFFECT), vision, preprocess
 
 
 def timm_description(contents: FileContents) -> JsonObject:
@@ -84,11 +87,9 @@ def timm_description(contents: FileContents) -> JsonObject:
         'input_size': [3, *vision.image_size],
         'crop_pct': 1.0,
         'crop_mode': 'center' if preprocess.resize_mode == 'shortest' else 'squash',
-        'interpolation': preprocess.interpolation,
-        'mean': preprocess.mean,
-        'std': preprocess.std,
     }
-    return JsonObject(values, _FILE)
+    images = {name: getattr(preprocess, name) for name in ('interpolation', 'mean', 'std')}
+    return JsonObject(values | images, _FILE)
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -156,16 +157,10 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     model, vision, preprocess = _read(contents)
     is_described = bool(contents.description(_FILE))
     config = _build_config(arrays, model, vision) if is_described else _infer(arrays, hints)
-    preprocessing = base.timm_preprocessing(
-        preprocess.mean,
-        preprocess.std,
-        interpolation=preprocess.interpolation,
-        keep_aspect=preprocess.resize_mode == 'shortest',
-    )
     return ParsedCheckpoint(
         config,
         Layout(prefix=prefix, zeros=(prefix + _BIAS,)),
-        preprocessing,
+        preprocess.preprocessing(preprocess.resize_mode),
         ignored=r'(?!visual\.).*' if prefix else None,  # the text tower
         loss=None if config.num_classes is None else 'contrastive',  # the head is a projection
         remarks=() if is_described else (f'no {_FILE}: images are prepared as for CLIP',),

@@ -179,10 +179,9 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
     """Reads the card in a safetensors file that vit_jax wrote; ignores files next to it."""
     card = records.from_dict(Card, json.loads(contents.metadata[CARD]), where='card')
-    layout = form.usual_layout(card.model)
+    usual = form.usual_layout(card.model)
     stored = json.loads(contents.metadata.get(LAYOUT, '{}'))
-    fields = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()}
-    layout = dataclasses.replace(layout, **fields)
+    layout = records.from_dict(type(usual), vars(usual) | stored, where='layout')
     return ParsedCheckpoint(
         card.model, layout, card.preprocessing, card.class_names, loss=card.loss
     )
@@ -205,17 +204,11 @@ def match_arrays(
     resolved = name_map.resolve(rules, parsed.config, ours, format=form.name, zeros=layout.zeros)
     skipped = name_map.check_names(resolved, arrays, parsed.ignored)
     for rule, names_in_file in resolved.items():
-        parts = [ours[name].shape[rule.per_layer :] for name in rule.ours]
-        shapes = [_transformed(rule, shape) for shape in parts]
+        function = rule.transform.to_theirs
+        function = jax.vmap(function) if rule.per_layer else function
+        shapes = [jax.eval_shape(function, ours[n]).shape[rule.per_layer :] for n in rule.ours]
         shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if shapes[0] else ()
         for name in names_in_file:
             stored = arrays[name].shape
             require(stored == shape, f'{name}: shape {stored}; the model has {shape}')
     return expected, resolved, skipped
-
-
-def _transformed(rule: name_map.NameRule, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape in the file of an array of ours."""
-    array = jax.ShapeDtypeStruct(shape, 'float32')
-    result: tuple[int, ...] = jax.eval_shape(rule.transform.to_theirs, array).shape
-    return result

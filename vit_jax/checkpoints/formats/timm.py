@@ -12,7 +12,7 @@ import itertools
 import re
 from typing import Any, Literal
 
-from vit_jax.base import Record, require, require_between
+from vit_jax.base import require, require_between
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map, open_clip
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
@@ -44,6 +44,12 @@ _DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 
 _NO_EFFECT = (
     r'(.*_)?drop(_path)?_rate|weight_init|fix_init|init_values|dynamic_img_size|patch_size|in_chans'
     r'|embed_dim|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
+)
+# More keys without effect outside of the arguments.
+_METADATA = (
+    rf'{base.NO_EFFECT}|{_NO_EFFECT}|model_args|pretrained_cfg|num_features|label_descriptions'
+    r'|(origin_)?url|file|source|hf_\w+|custom_load|(test|min|fixed)_input_size|first_conv'
+    r'|test_crop_pct|classifier|(test_)?pool_size|license|description|paper_\w+|notes|do_pooling'
 )
 _TANH = re.compile(
     r'vit_(base_patch32_siglip(_gap)?_256|large_patch16_siglip(_gap)?_512'
@@ -81,7 +87,7 @@ _DINOV3 = Layout(variants=('fc1_g', 'gamma_1', 'q_bias'), zeros=('blocks.{layer0
 
 
 @dataclasses.dataclass
-class _Description(Record):
+class _Description(base.TimmImages):
     """config.json with its `pretrained_cfg` and `model_args`, without what arrays show."""
 
     architecture: str = ''
@@ -96,15 +102,12 @@ class _Description(Record):
     label_names: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()  # an older name of `label_names`
     input_size: tuple[int, int, int] | None = None  # channels, height, width
-    interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bicubic'
     crop_pct: float = 0.9
     crop_mode: Literal['center', 'squash'] = 'center'
-    mean: base.Scaling = base.HALF
-    std: base.Scaling = base.HALF
 
     def check(self) -> None:
         require_between(self, 'crop_pct', low=1 / 16, high=1)
-        base.check_scaling(self, 'mean', 'std')
+        super().check()
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -170,8 +173,8 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     pretrained = stated.part('pretrained_cfg')
     parts = itertools.chain(pretrained.items(), stated.items(), arguments.items())
     merged = JsonObject({key: value for key, value in parts if value is not None}, stated.where)
-    has_images = bool(pretrained) or not _IMAGES.isdisjoint(stated)
-    described = merged.record(_Description, defaults=_DEFAULTS if has_images else {})
+    defaults = _DEFAULTS if pretrained or not _IMAGES.isdisjoint(stated) else {}
+    described = merged.record(_Description, ignored=_METADATA, defaults=defaults)
     if not stated:
         described, models = _assume(arrays)
         remarks.append(f'no config.json: images are prepared as for {models}')
@@ -180,17 +183,10 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     # CLIP's projection has no bias: timm gives it a bias of zeros.
     bias = arrays.get('head.bias')
     projects = bias is not None and config.pre_norm and not bias.read().any()
-    preprocessing = base.timm_preprocessing(
-        described.mean,
-        described.std,
-        interpolation=described.interpolation,
-        keep_aspect=described.crop_mode == 'center',
-        crop_pct=described.crop_pct,
-    )
     return ParsedCheckpoint(
         config,
         layout,
-        preprocessing,
+        described.preprocessing(described.crop_mode, described.crop_pct),
         described.label_names or described.labels,
         ignored=ignored,
         loss='contrastive' if projects else None,
@@ -212,8 +208,7 @@ def _build_config(
 ) -> tuple[ViTConfig, Layout]:
     """Returns the model: sizes and parts from the arrays, options from the description."""
     name, _, tag = described.architecture.partition('.')
-    is_known = not name or _SUPPORTED.fullmatch(name) is not None
-    require(is_known, f'{name}: this architecture of timm is not supported')
+    require(not name or bool(_SUPPORTED.fullmatch(name)), f'{name}: timm model is not supported')
     parts = {part for array in arrays for part in array.split('.')}
     layout = Layout(prefix=prefix, variants=tuple(sorted(_VARIANTS & parts)))
     has_bias = any(array.endswith('attn.qkv.bias') for array in arrays)

@@ -15,9 +15,11 @@ _PATCHES = (
     r'((?:.*?\.)??)(?:%s)?'
     r'(?:patch_embed\.proj|ln_pre|embeddings\.patch_embeddings?(?:\.projection)?)\.weight'
 )
+# Wrappers of modules, and the chunks in which DINOv2 trains its blocks.
+_MODULES = re.compile(r'\b(_orig_mod|_\w+_wrapped_module)\.|(?<=\bblocks\.)\d+\.(?=\d+\.)')
 _AVERAGED = re.compile(r'.*(?<![a-z])(ema|teacher|target)(?![a-z]).*')
 # Modules of self-supervised training next to the blocks of the model.
-_TRAINING_ONLY = re.compile(r'decoder(_\w+)?(\..*)?|head\.(\d+|mlp|last_layer)\..*')
+_TRAINING_ONLY = re.compile(r'decoder(_\w+)?(\..*)?|head\.(\d+|mlp\.\d+|last_layer)\..*')
 
 
 def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
@@ -33,7 +35,7 @@ def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
       UserError: If there is no such model, or if several are left.
     """
     patches = re.compile(_PATCHES % '|'.join(map(re.escape, own)))
-    short = {name: name.replace('_orig_mod.', '') for name in contents.arrays}  # of torch.compile
+    short = {name: _MODULES.sub('', name) for name in contents.arrays}
     matches = (patches.fullmatch(name) for name in short.values())
     prefixes = sorted({match[1] for match in matches if match})
     if not prefixes:

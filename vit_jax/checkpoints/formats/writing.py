@@ -12,8 +12,8 @@ import numpy as np
 
 from vit_jax.base import Params, UserError, make_folder, records, require, tree_names, write_json
 from vit_jax.checkpoints import digests, store
-from vit_jax.checkpoints.card import Card
-from vit_jax.checkpoints.formats import array_files, inference, name_map, stablehlo
+from vit_jax.checkpoints.card import Card, Hints
+from vit_jax.checkpoints.formats import array_files, name_map, stablehlo
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject, LazyArray
 from vit_jax.checkpoints.formats.base import Format, Layout
 from vit_jax.checkpoints.formats.opening import CARD, FORMATS, LAYOUT, NAMES, OURS, match_arrays
@@ -166,7 +166,8 @@ def _check_comes_back(
     descriptions = {name: JsonObject(content, name) for name, content in files.items()}
     try:
         contents = FileContents(stored, descriptions=descriptions)
-        parsed = form.parse(contents, inference.hints_of(config))
+        hints = Hints(**{name: getattr(config, name, None) for name in vars(Hints())})
+        parsed = form.parse(contents, hints)
         match_arrays(form, parsed, stored)
     except UserError as error:
         raise UserError(f'the {form.name} format has no such model: {error}') from error

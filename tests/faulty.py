@@ -163,7 +163,10 @@ if __name__ == '__main__':
     given = [(*fault.split(':'), None)[:3] for fault in sys.argv.pop(1).split(',')]
     faults = [(name, int(number), index and int(index)) for name, number, index in given]
     patches = [
-        (patch, *numbers) for patch in PATCHES for name, *numbers in faults if name == patch.__name__
+        (patch, *numbers)
+        for patch in PATCHES
+        for name, *numbers in faults
+        if name == patch.__name__
     ]
     assert len(patches) <= 1, f'{patches}: expected one at most'
     for patch, *numbers in patches:

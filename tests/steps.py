@@ -1,6 +1,7 @@
 """Steps of several processes that sum over all devices: python -m tests.steps FAULT[,FAULT...].
 
-A fault is NAME:NUMBER or NAME:NUMBER:PROCESS. It happens at step NUMBER, on PROCESS or on all.
+A fault is NAME:NUMBER or NAME:NUMBER:PROCESS. It happens at step NUMBER, on PROCESS or on all;
+-1 is before the processes compare facts.
 """
 
 import os
@@ -49,6 +50,7 @@ def main(arguments, job: Job) -> int:
         if name in FAULTS and index in (None, str(job.index))
     }
     options = {name: float(number) for name, number, _ in faults}
+    due.get(-1, lambda: None)()
     job.require_same('the facts', {'seed': arguments.seed})
     mesh = meshes.make_mesh(meshes.MeshConfig())
     step, ones = 0, meshes.put(jnp.ones(mesh.size), meshes.batch_sharding(mesh))

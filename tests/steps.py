@@ -4,9 +4,11 @@ A fault is NAME:NUMBER or NAME:NUMBER:PROCESS. It happens at step NUMBER, on PRO
 -1 is before the processes compare facts.
 """
 
+import ctypes
 import os
 import re
 import signal
+import socket
 import time
 
 import jax
@@ -16,6 +18,8 @@ from jaxlib import _jax
 from vit_jax.cli import app
 from vit_jax.distributed import meshes, processes
 from vit_jax.distributed.processes import Interrupted, Job
+
+NEW_HOST_NAME = 0x04000000  # CLONE_NEWUTS of Linux
 
 
 def hang():
@@ -79,6 +83,9 @@ def raise_unavailable(*_, **__):
 
 
 if __name__ == '__main__':
+    # As root on Linux: a host whose name has no address.
+    if ctypes.CDLL(None).unshare(NEW_HOST_NAME) == 0:
+        socket.sethostname('no-such-host.invalid')
     connect = processes.connect
     parser = app.new_parser('steps', __doc__)
     parser.add_argument('faults')

@@ -68,7 +68,7 @@ def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, wh
     for phase in phases.split():
         faults, event = PHASES[phase]
         before = steps(tmp_path)
-        flags = ['--config.eval_every_steps=30', '--accept_config_changes']
+        flags = ['--config.eval_every_steps=25', '--accept_config_changes']
         with training(tmp_path, faults, count, flags) as started:
             started[0].wait_for(event)
             started[-1].signal(signal.SIGTERM)

@@ -9,11 +9,13 @@ import functools
 import itertools
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import psutil
 from rich.console import Console
 
 from vit_jax.base import Batch, Params, Path, counted, errors, require, storage, write_json
@@ -70,8 +72,8 @@ def train(
       NotFinite: With the last good checkpoint, when the training breaks down.
       Interrupted: After saving, if the job was asked to stop.
     """
-    # `logging` counts the milliseconds since a program has imported it, before all else.
-    clock = Clock(0.0 if job is None else logging.makeLogRecord({}).relativeCreated / 1000)
+    # The program has imported its libraries since its process began.
+    clock = Clock(0.0 if job is None else time.time() - psutil.Process().create_time())
     job = job or Job()
     console = console_of(job)
     with contextlib.ExitStack() as stack:

@@ -33,8 +33,8 @@ PHASES = {
     'train': ('slow:100', 'reported'),  # first: what ends before its first step has no ledger
     'start': ('slow:0', 'starting'),
     'compile': ('slow_compile:5', 'compiling'),
-    'evaluate': ('slow_evaluation:100', 'evaluating test'),
-    'save': ('slow_save:500', 'saving'),
+    'evaluate': ('slow:100', 'evaluating test'),
+    'save': ('slow:100', 'saving'),
 }
 
 

@@ -1,6 +1,8 @@
 """vit_jax.train with something wrong: python -m tests.faulty FAULT[,FAULT...] FLAGS.
 
-A fault is NAME:STEP or NAME:STEP:PROCESS; it happens at that step, on that process or on all.
+A fault is NAME:NUMBER or NAME:NUMBER:PROCESS, on that process or on all. `slow` (milliseconds for
+each step), `other_packages` and AT_STEP patch nothing: the job that `train` is given has them. Each
+fault in PATCHES replaces one function or constant, and a program has one of them at most.
 """
 
 import os
@@ -19,8 +21,56 @@ from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.cli import app
 from vit_jax.data import loading
 from vit_jax.distributed.processes import Job
-from vit_jax.evaluation.evaluator import Evaluator
-from vit_jax.experiment import training_run, workdirs
+from vit_jax.experiment import training_run
+
+
+def forever():
+    while True:
+        time.sleep(1)
+
+
+def fail():
+    raise RuntimeError('the disk is on fire')
+
+
+def fill_disk():
+    """No file can grow beyond 8 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def remove_workdir():
+    (folder,) = (text.partition('=')[2] for text in sys.argv if text.startswith('--workdir='))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+AT_STEP = {  # what happens once, when the step of this number begins
+    'hang': forever,
+    'fail': fail,
+    'die': lambda: os.kill(os.getpid(), signal.SIGKILL),
+    'full_disk': fill_disk,
+    'gone': remove_workdir,
+}
+
+
+class FaultyJob(Job):
+    """The job of this process, and its faults."""
+
+    def __init__(self, job, faults):
+        self.__dict__ = job.__dict__
+        self.faults = {name: n for name, n, index in faults if index in (None, job.index)}
+
+    def tick(self):
+        time.sleep(self.faults.get('slow', 0) / 1000)
+        for name, number in self.faults.items():
+            if name in AT_STEP and number == self._ticks:
+                AT_STEP[name]()
+        super().tick()
+
+    def require_same(self, name, facts, *describe):
+        if 'other_packages' in self.faults and 'packages' in facts:
+            facts['packages']['numpy'] = '0.0.1'
+            facts['code']['training/loop.py'] = 'changed'
+        super().require_same(name, facts, *describe)
 
 
 def replacing(owner, name):
@@ -33,36 +83,8 @@ def replacing(owner, name):
     return decorate
 
 
-def at_tick(number, index, act):
-    """Acts once, when a step begins."""
-
-    @replacing(Job, 'tick')
-    def _(tick, job):
-        if job._ticks == number and index in (None, job.index):
-            act()
-        tick(job)
-
-
 def is_here(index):
     return index in (None, jax.process_index())
-
-
-def forever():
-    while True:
-        time.sleep(1)
-
-
-def slow(number, index):
-    """Every step takes `number` milliseconds longer."""
-
-    @replacing(Job, 'tick')
-    def _(tick, job):
-        time.sleep(number / 1000)
-        tick(job)
-
-
-def hang(number, index):
-    at_tick(number, index, forever)
 
 
 def hang_loader(number, index):
@@ -82,40 +104,11 @@ def stalled_images(number, index):
         return forever() if stalls else example(reader, ref)
 
 
-def fail(number, index):
-    def act():
-        raise RuntimeError('the disk is on fire')
-
-    at_tick(number, index, act)
-
-
-def die(number, index):
-    at_tick(number, index, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-
 def slow_compile(number, index):
     @replacing(training_run, 'lower_update')
     def _(lower_update, *arguments):
         time.sleep(number if is_here(index) else 0)
         return lower_update(*arguments)
-
-
-def slow_evaluation(number, index):
-    @replacing(Evaluator, 'evaluate')
-    def _(evaluate, evaluator, *arguments, watch):
-        def delayed(batches):
-            for batch in watch(batches):
-                time.sleep(number / 1000)
-                yield batch
-
-        return evaluate(evaluator, *arguments, watch=delayed)
-
-
-def slow_save(number, index):
-    @replacing(Checkpoints, 'save')
-    def _(save, *arguments):
-        save(*arguments)
-        time.sleep(number / 1000)
 
 
 def slow_wait(number, index):
@@ -129,80 +122,53 @@ def slow_wait(number, index):
 
 
 def stalled_disk(number, index):
-    """No directory is renamed any more once the step is reached: saving never ends."""
-    at_tick(number, index, lambda: setattr(os, 'rename', lambda *_: forever()))
+    """The checkpoint of step `number` never gets its name: saving does not end."""
+
+    @replacing(os, 'rename')
+    def _(rename, source, target, **more):
+        stalls = os.fspath(target).endswith(f'/checkpoints/{number}')
+        return forever() if stalls else rename(source, target, **more)
 
 
-def broken(state, index):
-    """The state with NaN for the parameters that this process holds, or another of this job."""
+def nan_memory(number, index):
+    """Before this step, the parameters that a process has in its memory become NaN."""
 
-    def broken_leaf(leaf):
+    def broken(leaf):
         shards = [s.data * (jnp.nan if is_here(index) else 1) for s in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
-
-    return state._replace(params=jax.tree.map(broken_leaf, state.params))
-
-
-def on_update(number, act):
-    """One step is `act(update, state, batch)` instead."""
 
     @replacing(training_run, 'fit')
     def _(fit, update, *arguments, **more):
         def acting(state, batch):
             if int(state.step) == number:
-                return act(update, state, batch)
+                state = state._replace(params=jax.tree.map(broken, state.params))
             return update(state, batch)
 
         return fit(acting, *arguments, **more)
 
 
-def nan_memory(number, index):
-    """The parameters in the device's memory are NaN from then on."""
-    on_update(number, lambda update, state, batch: update(broken(state, index), batch))
-
-
-def full_disk(number, index):
-    """From the save of this step on no file can grow beyond 8 kB."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    @replacing(Checkpoints, 'save')
-    def _(save, checkpoints, step, *rest):
-        if step == number:
-            checkpoints.wait()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
-        save(checkpoints, step, *rest)
-
-
-def gone(number, index):
-    """The work directory is removed when that step begins."""
-    (folder,) = (text.partition('=')[2] for text in sys.argv if text.startswith('--workdir='))
-    at_tick(number, index, lambda: shutil.rmtree(folder, ignore_errors=True))
-
-
 def lease(number, index):
-    """That of a store is for so many milliseconds."""
-    held_objects.LEASE, held_objects.HEARTBEAT = number / 1000, number / 4000
+    """A lease of a bucket is for `number` milliseconds."""
+    held_objects.LEASE = number / 1000
 
 
-def upload(number, index):
-    """Lines are on a store after so many milliseconds."""
-    held_objects.UPLOAD = number / 1000
+PATCHES = [hang_loader, stalled_images, slow_compile, slow_wait, stalled_disk, nan_memory, lease]
 
 
-def other_packages(number, index):
-    @replacing(workdirs, 'run_settings')
-    def _(run_settings, config, path):
-        facts = run_settings(config, path)
-        if is_here(index):
-            facts['packages']['numpy'] = '0.0.1'
-            facts['code']['training/loop.py'] = 'changed'
-        return facts
+def main(arguments, job):
+    return train.main(arguments, FaultyJob(job, faults))
 
 
 if __name__ == '__main__':
-    faults = sys.argv.pop(1)
-    for fault in faults.split(','):
-        name, *numbers = fault.split(':')
-        step, process = (*map(int, numbers), None, None)[:2]
-        globals()[name](step, process)
-    app.run_job(train.main, train.make_parser())
+    given = [(*fault.split(':'), None)[:3] for fault in sys.argv.pop(1).split(',')]
+    faults = [(name, int(number), index and int(index)) for name, number, index in given]
+    patches = [
+        (patch, *numbers)
+        for patch in PATCHES
+        for name, *numbers in faults
+        if name == patch.__name__
+    ]
+    assert len(patches) <= 1, f'{patches}: expected one at most'
+    for patch, *numbers in patches:
+        patch(*numbers)
+    app.run_job(main, train.make_parser())

@@ -6,7 +6,6 @@ each some seconds of importing.
 
 import contextlib
 import json
-import logging
 import multiprocessing
 import os
 import pathlib
@@ -45,8 +44,6 @@ def environment(devices=1):
 
 def _become(module, arguments, path, env, folder):
     """`python -m module arguments` in a folder, with what it says in a file."""
-    # Python started when the server did; a process that it forks started now.
-    logging._startTime = time.time_ns() if sys.version_info >= (3, 13) else time.time()
     os.chdir(folder)
     os.environ.update(env)
     file = os.open(path, os.O_WRONLY | os.O_CREAT)

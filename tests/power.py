@@ -1,19 +1,22 @@
 """Power failures: what of a folder would still be there, by what was synced up to a moment.
 
 Only `fsync` of a file keeps its bytes, and only that of a folder its names; all else the system
-writes when it likes, in any order (POSIX). So `os.fsync` alone need be watched, whatever program
-or library wrote the files.
+writes when it likes, in any order (POSIX). So `os.fsync` alone is replaced, whatever program or
+library wrote the files; the interpreter reports operations on names (PEP 578).
 """
 
 import contextlib
 import os
 import pathlib
+import sys
 import threading
 from unittest import mock
 
 import numpy as np
 
-OPERATIONS = 'fsync', 'rename', 'replace', 'mkdir', 'rmdir', 'unlink', 'remove'
+from tests.checkpoints.crashing import where
+
+NAMING = 'os.rename', 'os.mkdir', 'os.rmdir', 'os.remove'
 
 
 class Disk:
@@ -90,41 +93,32 @@ def failures(disk, folder):
     Everything unsynced is lost; the names are kept and the bytes are not; and of each name and each
     file the one or the other by chance. Gives the list of these places, as it grows.
     """
-    places, rng, lock = [], np.random.default_rng(0), threading.RLock()
-    failing = threading.local()
+    places, rng, lock, ended = [], np.random.default_rng(0), threading.RLock(), threading.Event()
 
     def by_chance(synced, now):
         return (synced, now)[rng.integers(2)]
 
     def fail():
-        failing.now = True
         for choose in _unsynced_is_lost, _names_are_kept, by_chance:
             places.append(folder / str(len(places)))
             disk.failure(places[-1], choose)
-        failing.now = False
 
-    def matters(path, descriptor):
-        """Within the folder, and of a checkpoint its own name or one of its items, no file."""
-        if isinstance(path, int):
-            path = os.readlink(f'/proc/self/fd/{path}')
-        elif descriptor is not None:
-            path = os.path.join(os.readlink(f'/proc/self/fd/{descriptor}'), path)
-        within = str(path).startswith(str(disk.root))
-        return within and str(path).partition('/checkpoints/')[2].count('/') < 2
+    def fail_before(path):
+        """In the folder: at the name of a checkpoint and at its items, not at their files."""
+        if path.startswith(str(disk.root)) and path.partition('/checkpoints/')[2].count('/') < 2:
+            with lock:
+                fail()
 
-    def watched(operation):
-        def operating(first, *more, **options):
-            if not getattr(failing, 'now', False):
-                with lock:
-                    if matters(first, options.get('dir_fd')):
-                        fail()
-            return operation(first, *more, **options)
+    def hook(event, arguments):
+        if event in NAMING and not ended.is_set():
+            fail_before(where(event, arguments))
 
-        return operating
+    def fsync(descriptor):
+        fail_before(os.readlink(f'/proc/self/fd/{descriptor}'))
+        disk.fsync(descriptor)
 
-    with contextlib.ExitStack() as stack:
-        for name in OPERATIONS:
-            operation = disk.fsync if name == 'fsync' else getattr(os, name)
-            stack.enter_context(mock.patch.object(os, name, watched(operation)))
+    sys.addaudithook(hook)  # the interpreter keeps it
+    with mock.patch.object(os, 'fsync', fsync):
         yield places
-        fail()  # when all has been done
+        ended.set()
+    fail()  # when all has been done

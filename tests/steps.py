@@ -1,11 +1,14 @@
 """Steps of several processes that sum over all devices: python -m tests.steps FAULT[,FAULT...].
 
-A fault is NAME:NUMBER or NAME:NUMBER:PROCESS. It happens at step NUMBER, on PROCESS or on all.
+A fault is NAME:NUMBER or NAME:NUMBER:PROCESS. It happens at step NUMBER, on PROCESS or on all;
+-1 is before the processes compare facts.
 """
 
+import ctypes
 import os
 import re
 import signal
+import socket
 import time
 
 import jax
@@ -15,6 +18,8 @@ from jaxlib import _jax
 from vit_jax.cli import app
 from vit_jax.distributed import meshes, processes
 from vit_jax.distributed.processes import Interrupted, Job
+
+NEW_HOST_NAME = 0x04000000  # CLONE_NEWUTS of Linux
 
 
 def hang():
@@ -49,6 +54,7 @@ def main(arguments, job: Job) -> int:
         if name in FAULTS and index in (None, str(job.index))
     }
     options = {name: float(number) for name, number, _ in faults}
+    due.get(-1, lambda: None)()
     job.require_same('the facts', {'seed': arguments.seed})
     mesh = meshes.make_mesh(meshes.MeshConfig())
     step, ones = 0, meshes.put(jnp.ones(mesh.size), meshes.batch_sharding(mesh))
@@ -77,6 +83,9 @@ def raise_unavailable(*_, **__):
 
 
 if __name__ == '__main__':
+    # As root on Linux: a host whose name has no address.
+    if ctypes.CDLL(None).unshare(NEW_HOST_NAME) == 0:
+        socket.sethostname('no-such-host.invalid')
     connect = processes.connect
     parser = app.new_parser('steps', __doc__)
     parser.add_argument('faults')

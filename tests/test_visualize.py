@@ -61,7 +61,7 @@ def report(tmp_path_factory):
 @pytest.mark.parametrize('name', NAMES)
 def test_every_figure_is_explained_and_all_its_text_can_be_read(name, report, monkeypatch):
     figure, (folder, text) = find_figure(name), report
-    assert figure.title in text and figure.caption in text
+    assert f'{figure.title} {figure.caption}' in text
     written, draw = [], Text.draw
 
     def recorded(self, renderer):

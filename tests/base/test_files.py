@@ -1,6 +1,7 @@
 """Files and folders that cannot be used are named in a UserError."""
 
 import errno
+import os
 
 import numpy as np
 import pytest
@@ -15,11 +16,15 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / 'file').write_text('old')
     with pytest.raises(UnusableDisk, match='file/below.json'):
         write_json(tmp_path / 'file' / 'below.json', {})
-    with pytest.raises(MissingFile, match='none/below.json'):
+    with pytest.raises(MissingFile, match='none/below.json: '):
         write_json(tmp_path / 'none' / 'below.json', {})
-    with pytest.raises(UnusableDisk, match='/file: '), atomic_write(tmp_path / 'file'):
+    with pytest.raises(UnusableDisk, match='/file: '), atomic_write(tmp_path / 'file') as half:
+        half.write_text('half')
         raise OSError(errno.ENOSPC, 'No space left on device')
     assert (tmp_path / 'file').read_text() == 'old'
+    os.mkfifo(pipe := tmp_path / 'pipe')
+    with pytest.raises(UserError, match='pipe'):
+        write_json(pipe, {})
     for error in KeyError('x'), UnusableDisk('reported already'):
         with pytest.raises(type(error)) as raised, usable('here'):
             raise error

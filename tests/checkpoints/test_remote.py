@@ -1,6 +1,8 @@
 """Checkpoints by name, from a hub and a file server on this machine."""
 
+import contextlib
 import hashlib
+import importlib
 import json
 import pathlib
 
@@ -29,24 +31,29 @@ WEIGHTS = FILES['model.safetensors']
 REST = {name: data for name, data in FILES.items() if name != 'model.safetensors'}
 
 
-@pytest.fixture
-def server(monkeypatch, tmp_path):
-    """A server of gs://, which has FILE, and a hub with owner/name; the caches are empty."""
+@contextlib.contextmanager
+def environment(**variables):
+    """Variables that are set within; huggingface_hub reads its own when it is imported."""
     from huggingface_hub import constants
 
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        importlib.reload(constants)
+        yield
+    importlib.reload(constants)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server of gs://, which has FILE, and a hub with owner/name; the caches are empty."""
     answers = web.repository('owner/name', {'main': FILES}) | {FILE: web.Answer(DATA)}
+    names = {'VIT_JAX_CACHE': 'cache', 'HF_HUB_CACHE': 'hub', 'HF_TOKEN_PATH': 'token'}
+    places = {variable: str(tmp_path / name) for variable, name in names.items()}
     with web.serving(answers) as server:
-        monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
-        monkeypatch.setenv('STORAGE_EMULATOR_HOST', server.url)
-        for name, value in {
-            'ENDPOINT': server.url,
-            'HUGGINGFACE_CO_URL_TEMPLATE': server.url + '/{repo_id}/resolve/{revision}/{filename}',
-            'HF_HUB_CACHE': str(tmp_path / 'hub'),
-            'HF_TOKEN_PATH': str(tmp_path / 'token'),
-            'HF_HUB_OFFLINE': False,
-        }.items():
-            monkeypatch.setattr(constants, name, value)
-        yield server
+        urls = {'STORAGE_EMULATOR_HOST': server.url, 'HF_ENDPOINT': server.url}
+        with environment(**places, **urls, HF_HUB_OFFLINE='0'):
+            yield server
 
 
 def read(name=NAME):
@@ -288,14 +295,12 @@ def test_a_repository_without_weights_is_rejected(server):
         remote.local('hf:owner/name')
 
 
-def test_offline_the_hubs_cache_is_enough(server, monkeypatch):
-    from huggingface_hub import constants
-
+def test_offline_the_hubs_cache_is_enough(server):
     found = remote.local('hf:owner/name')
-    monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
     server.requests.clear()
-    assert remote.local('hf:owner/name') == found
-    assert 'hf:owner/other' in rejection('hf:owner/other')
+    with environment(HF_HUB_OFFLINE='1'):
+        assert remote.local('hf:owner/name') == found
+        assert 'hf:owner/other' in rejection('hf:owner/other')
     assert not server.requests
 
 

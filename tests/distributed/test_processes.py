@@ -80,15 +80,16 @@ def test_a_second_ctrl_c_ends_all_although_one_process_does_not_answer(tmp_path)
     'faults, signals, expected',
     [
         (['hang:5'], [signal.SIGINT], [INTERRUPTED]),
+        (['hang:-1:1'], [], [REQUEUE, REQUEUE]),  # before the processes agree
         (['hang:5:1', 'lock:5:2'], [], [REQUEUE, REQUEUE, 1]),  # 2 keeps the interpreter's lock
     ],
 )
 def test_a_hang_ends_all_in_bounded_time_with_stacks(faults, signals, expected, tmp_path):
     flags = ['--watchdog_seconds=3', '--start_seconds=3']
     with running(tmp_path, *faults, count=len(expected), flags=flags) as started:
-        started[0].wait_for_text('step 4\n')
-        time.sleep(1)
         for number in signals:
+            started[0].wait_for_text('step 4\n')
+            time.sleep(1)
             started[0].signal(number)
         assert codes(started, 40) == expected
     assert '--watchdog_seconds' in started[0].text

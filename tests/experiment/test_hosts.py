@@ -56,8 +56,8 @@ def assert_same_params(folder, expected):
 PHASES = {
     'start': ('slow:0', 'starting'),
     'compile': ('slow_compile:5', 'compiling'),
-    'evaluate': ('slow_evaluation:300', 'evaluating test'),
-    'save': ('slow_save:500,slow:100', 'saving'),
+    'evaluate': ('slow:100', 'evaluating test'),
+    'save': ('slow:100', 'saving'),
 }
 
 
@@ -68,7 +68,7 @@ def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, wh
     for phase in phases.split():
         faults, event = PHASES[phase]
         before = steps(tmp_path)
-        flags = ['--config.eval_every_steps=30', '--accept_config_changes']
+        flags = ['--config.eval_every_steps=25', '--accept_config_changes']
         with training(tmp_path, faults, count, flags) as started:
             started[0].wait_for(event)
             started[-1].signal(signal.SIGTERM)
@@ -166,7 +166,7 @@ def test_hosts_that_differ_are_told_by_name_before_anything_is_computed(program,
 @pytest.mark.full
 def test_a_process_that_hangs_ends_with_the_stacks_of_all_threads(tmp_path):
     flags = ['--watchdog_seconds=6', '--config.total.steps=150']
-    with training(tmp_path, 'stalled_disk:15:0', 2, flags) as started:
+    with training(tmp_path, 'stalled_disk:20', 2, flags) as started:
         assert [host.wait() for host in started] == [REQUEUE] * 2
     text = started[0].text + started[1].text
     assert 'in forever' in text

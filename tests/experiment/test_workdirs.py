@@ -61,7 +61,7 @@ def test_where_nothing_can_be_written_nothing_is_computed(path):
 @pytest.mark.full
 def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before_is_whole(tmp_path):
     """From the save at step 20 on, the system lets no file grow beyond 8 kB."""
-    command = ['-m', 'tests.faulty', 'full_disk:20,slow:100', '--config=tests/tiny_config.py']
+    command = ['-m', 'tests.faulty', 'full_disk:19,slow:150', '--config=tests/tiny_config.py']
     done = subprocess.run(  # through a pipe, which has no size
         [sys.executable, *command, f'--workdir={tmp_path}/run'],
         env=environment(),

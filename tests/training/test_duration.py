@@ -46,7 +46,9 @@ def test_a_short_training_reports_every_epoch_or_twenty_times(
     assert length.interval(None) is None and length.log_interval('epoch') == evaluate
 
 
-@pytest.mark.parametrize('total', [Duration(fraction=0.5), Duration(epochs=0.001)])
-def test_a_training_has_a_length(total):
-    with pytest.raises(ValueError, match=f'total.{total}'):
+@pytest.mark.parametrize(
+    'total, advice', [(Duration(fraction=0.5), 'examples'), (Duration(epochs=0.001), 'batch_size')]
+)
+def test_a_training_has_a_length(total, advice):
+    with pytest.raises(ValueError, match=f'total.{total}: .*{advice}'):
         make_train_length(total, batch_size=10, num_images=1000)

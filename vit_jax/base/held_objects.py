@@ -15,7 +15,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.storage import Path, bucket_and_name, usable
 
 UPLOAD = 30.0  # seconds, after which a line that was added is on the bucket at the latest
-HEARTBEAT, LEASE = 15.0, 60.0  # seconds between renewals; without one, after which a lease is free
+LEASE = 60.0  # seconds without a renewal, after which a lease is free
 
 
 class HeldObject:
@@ -62,7 +62,7 @@ class HeldObject:
 
 
 class Lease:
-    """Holds an object that names this run, and renews it every HEARTBEAT seconds.
+    """Holds an object that names this run, and renews it four times in LEASE seconds.
 
     A lease that is not renewed for LEASE seconds is stale and is taken over. Raises UserError that
     names the other run if it is renewed.
@@ -74,7 +74,7 @@ class Lease:
         self._object = HeldObject(path)
         self._wait_until_stale()
         self._renew('is in use by')
-        self._released = _repeat(self._renew, HEARTBEAT)
+        self._released = _repeat(self._renew, LEASE / 4)
 
     def check(self) -> None:
         """Raises UserError if another run might hold the lease, or if its object was removed.
@@ -82,7 +82,7 @@ class Lease:
         A lease that this run renewed lately is its own, even if the bucket does not answer now.
         """
         # The wall clock runs while a machine is suspended, but not while a hypervisor pauses it.
-        if not 0 <= time.time() - self._renewed < LEASE - HEARTBEAT:
+        if not 0 <= time.time() - self._renewed < LEASE * 3 / 4:
             self._renew()
 
     def _renew(self, otherwise: str = 'was lost to') -> None:
@@ -107,7 +107,7 @@ class Lease:
         while time.monotonic() < end and self._object.read() is not None:
             if self._object.generation != generation:
                 raise UserError(f'{self._where} is in use by {self._holder()}')
-            time.sleep(HEARTBEAT / 5)
+            time.sleep(LEASE / 20)
 
     def _holder(self) -> str:
         return (HeldObject(self._path).read() or 'nobody: its lock was removed').strip()

@@ -9,11 +9,13 @@ import functools
 import itertools
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import psutil
 from rich.console import Console
 
 from vit_jax.base import Batch, Params, Path, counted, errors, require, storage, write_json
@@ -73,8 +75,8 @@ def train(
       NotFinite: If the training diverges. The message has the path of the last good checkpoint.
       Interrupted: If the process was told to stop (SIGTERM, SIGHUP, Ctrl-C), after saving.
     """
-    # `relativeCreated`: milliseconds since the import of `logging`, early in a program's start.
-    clock = Clock(0.0 if job is None else logging.makeLogRecord({}).relativeCreated / 1000)
+    # The libraries were imported after the process started.
+    clock = Clock(0.0 if job is None else time.time() - psutil.Process().create_time())
     job = job or Job()
     console = console_of(job)
     with contextlib.ExitStack() as stack:

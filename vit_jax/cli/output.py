@@ -52,7 +52,7 @@ def report_unreadable(problems: Sequence[str], total: int) -> int:
     for problem in sorted(problems):
         print(f'unreadable: {printable(problem)}', file=sys.stderr)
     if problems:
-        print(f'skipped {len(problems):,} unreadable images of {total:,}', file=sys.stderr)
+        print(f'{len(problems):,} of {total:,} images cannot be read; skipped', file=sys.stderr)
     return 1 if problems else 0
 
 

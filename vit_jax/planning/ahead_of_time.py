@@ -111,8 +111,8 @@ def _find_gpus(name: str, kind: str, shape: str) -> Topology:
     how = "run pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, with jax's version, in a "
     how += 'separate environment, because jax then warns at each start without a GPU'
     installed = any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13))
-    missing = f"--topology={name}: jax's GPU compiler is not installed"
-    require(installed, f'{missing} (needs no GPU); {how}')
+    missing = f"--topology={name}: jax's GPU compiler, which needs no GPU, is not installed"
+    require(installed, f'{missing}; {how}')
     devices = _devices(name, name, platform='cuda', topology=f'1x{shape}', target_config=target)
     return Topology(name, devices, int(0.75 * memory))  # jax's XLA_PYTHON_CLIENT_MEM_FRACTION
 

@@ -84,7 +84,7 @@ class CentralCrop(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class RandomCrop(Record):
-    """Crops the resized image at a random position; the paper crops 384 of 448 pixels to fine-tune."""
+    """Crops the resized image at a random position; the paper fine-tunes on 384 of 448 pixels."""
 
     random: ClassVar[bool] = True
     scale: float = 448 / 384  # ratio of the resized image to the crop

@@ -84,7 +84,7 @@ class CentralCrop(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class RandomCrop(Record):
-    """Crops the resized image at a random position; the paper fine-tunes on 384 of 448 pixels."""
+    """Crops the resized image at a random position, as the paper fine-tunes (384 of 448 pixels)."""
 
     random: ClassVar[bool] = True
     scale: float = 448 / 384  # ratio of the resized image to the crop
@@ -166,8 +166,12 @@ class Preprocessing(Record):
 
     crop: Crop = dataclasses.field(default_factory=Resize)  # how images get the model's image size
     exif_rotation: bool = True  # False: ignore the EXIF orientation, as in the original code
-    mean: tuple[float, float, float] = (127.5, 127.5, 127.5)  # RGB, of 0 to 255; subtracted
-    std: tuple[float, float, float] = (127.5, 127.5, 127.5)  # RGB; the divisor after subtraction
+    mean: tuple[float, float, float] = (
+        127.5,
+        127.5,
+        127.5,
+    )  # subtracted from RGB pixels of 0 to 255
+    std: tuple[float, float, float] = (127.5, 127.5, 127.5)  # divides the difference
 
     def check(self) -> None:
         require(not self.crop.random, 'crop: random; set random crops with augmentation.crop')

@@ -49,7 +49,7 @@ _REMOTE = (
 
 @dataclasses.dataclass(kw_only=True)
 class HeldOut(records.Record):
-    """The held-out images of data without splits, which become the split `test`."""
+    """Selects the held-out images of data without splits, which become the split `test`."""
 
     fraction: float = 0.1  # fraction of each class to hold out; at least one image
     seed: int = 0  # selects other held-out images

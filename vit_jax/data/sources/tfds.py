@@ -141,9 +141,7 @@ def _read_image(
         raise UserError('damaged: the record has no image or no label')
     numbers, num_classes = np.atleast_1d(np.asarray(label, int)), len(labels.class_names)
     for number in numbers[(numbers < 0) | (numbers >= num_classes)]:
-        raise UserError(
-            f'label {number} in {split}; expected 0 to {num_classes - 1} (-1: unlabeled)'
-        )
+        raise UserError(f'label {number}; expected 0 to {num_classes - 1}; is {split} unlabeled?')
     if labels.multi_label:
         return image, multi_hot([numbers.tolist()], num_classes)[0]
     return image, int(numbers[0])

@@ -166,11 +166,7 @@ class Preprocessing(Record):
 
     crop: Crop = dataclasses.field(default_factory=Resize)  # how images get the model's image size
     exif_rotation: bool = True  # False: ignore the EXIF orientation, as in the original code
-    mean: tuple[float, float, float] = (
-        127.5,
-        127.5,
-        127.5,
-    )  # subtracted from RGB pixels of 0 to 255
+    mean: tuple[float, float, float] = (127.5, 127.5, 127.5)  # subtracted from RGB of 0 to 255
     std: tuple[float, float, float] = (127.5, 127.5, 127.5)  # divides the difference
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ HEARTBEAT, LEASE = 15.0, 60.0  # seconds between renewals; without one, after wh
 
 
 class HeldObject:
-    """An object that is written only if this run was the last to read or write it.
+    """An object that is written only if it is unchanged since this run last read or wrote it.
 
     The bucket gives each version of an object a new `generation`. The object's metadata name its
     writer: if the answer to a write is lost, they show whether this run has written the object.

@@ -96,8 +96,8 @@ def require_pattern(pattern: str) -> None:
 
 
 def _read_hints(cls: Any) -> Mapping[str, Any]:
-    known = typing.get_type_hints(cls)
-    return {each.name: known[each.name] for each in dataclasses.fields(cls)}
+    types_by_name = typing.get_type_hints(cls)
+    return {field.name: types_by_name[field.name] for field in dataclasses.fields(cls)}
 
 
 #: Returns the type of each field of a record class, by name.
@@ -105,15 +105,15 @@ hints: Callable[[Any], Mapping[str, Any]] = functools.cache(_read_hints)
 
 
 def field_type(cls: Any, name: str, where: str) -> Any:
-    """Returns the type of a field. Raises UserError, with the nearest name, if it is unknown."""
-    known = hints(cls)
-    if name not in known:
-        raise UserError(f'{where}.{name}: no such field; {nearest(name, known)}')
-    return known[name]
+    """Returns the type of a field. Raises UserError with the most similar name if it is unknown."""
+    fields = hints(cls)
+    if name not in fields:
+        raise UserError(f'{where}.{name}: no such field; {nearest(name, fields)}')
+    return fields[name]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: the most similar name, or all names."""
+    """Returns the end of a message about an unknown name: a similar known name, or known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known[:60]) or "none"}'
@@ -135,8 +135,8 @@ def to_dict(record: Any) -> dict[str, Any]:
 
     If a field may hold records of several classes, its dict has the class name under `kind`.
     """
-    known = hints(type(record)).items()
-    return {name: _to_plain(getattr(record, name), hint) for name, hint in known}
+    fields = hints(type(record)).items()
+    return {name: _to_plain(getattr(record, name), hint) for name, hint in fields}
 
 
 def _to_plain(value: Any, hint: Any) -> Any:

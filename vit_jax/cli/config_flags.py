@@ -90,17 +90,17 @@ def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, 
     for name in path.split('.'):
         holder = value
         kinds = records.record_types(options if holder is None else [type(holder)])
-        known = dict(hint for kind in kinds.values() for hint in records.hints(kind).items())
+        fields = dict(hint for kind in kinds.values() for hint in records.hints(kind).items())
         if isinstance(holder, dict):
-            known = {key: type(item) for key, item in holder.items()}
-        if name not in known:
-            text = config_help.suggest(type(record), name, known)
+            fields = {key: type(item) for key, item in holder.items()}
+        if name not in fields:
+            text = config_help.suggest(type(record), name, fields)
             if holder == {}:
                 text = f"""to add it, set --{where}="{{{name!r}: {{}}}}" first"""
             raise UserError(f'{where}.{name}: no such field; {text}')
         if holder is None:
             raise UserError(f'{where}: not set; set --{where}={" or ".join(kinds)} first')
-        options = records.alternatives(known[name])
+        options = records.alternatives(fields[name])
         value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
         if value is None and Duration in options:
             value = Duration(steps=0)  # until one of its units is assigned

@@ -67,7 +67,7 @@ class RandAugment(Record):
 
     layers: int = 0  # operations per image
     magnitude: float = 10.0  # strength of each operation; 1 rotates by 3 degrees
-    contrast: Contrast = 'mean'  # fixed point: mean gray (Pillow), or pixels / 256 (the original)
+    contrast: Contrast = 'mean'  # gray level that stays: mean (Pillow), or pixels / 256 (original)
 
     def check(self) -> None:
         require_between(self, 'layers', 'magnitude', low=0)
@@ -180,7 +180,7 @@ def _erase(key: Key[Array, ''], image: Image, probability: float) -> Image:
 
 
 def _draw_own_weight(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array, 'h w']:
-    """Draws the weight of the first image per pixel: constant for MixUp, 0 in a box for CutMix."""
+    """Draws an image's own weight per pixel: constant for MixUp, 0 in a box for CutMix."""
     mixup_key, cutmix_key, place, coin = jax.random.split(key, 4)
     if config.mixup:
         own = jax.random.beta(mixup_key, config.mixup, config.mixup)

@@ -84,7 +84,7 @@ class CentralCrop(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class RandomCrop(Record):
-    """Crops the resized image at a random position, as the paper fine-tunes (384 of 448 pixels)."""
+    """Crops the resized image at a random place: 384 of 448 pixels in the paper's fine-tuning."""
 
     random: ClassVar[bool] = True
     scale: float = 448 / 384  # ratio of the resized image to the crop

@@ -160,7 +160,7 @@ class LoaderConfig(Record):
     placement: Literal['auto', 'host', 'device'] = 'auto'  # host: read images for each batch
     device_mb: float = 1024.0  # memory for images on the device with placement=auto, in MiB
     threads: int | None = None  # decoding threads; None: one per CPU core
-    on_unreadable: OnUnreadable = 'error'  # skip: skip and count unreadable images
+    on_unreadable: OnUnreadable = 'error'  # error: stop; skip: skip and count unreadable images
     max_pixels: int = MAX_PIXELS  # largest stored height x width
 
     def check(self) -> None:

@@ -84,8 +84,8 @@ def connect(launch: Launch) -> None:
     with usable('cluster', _CLUSTER):  # jax's cluster classes raise many exception types
         if None in place:
             detect: Any = clusters.ClusterEnv.auto_detect_unset_distributed_params
-            found = detect(*place, devices, None, int(launch.start_seconds))
-            place, devices = found[:3], found[3]
+            detected = detect(*place, devices, None, int(launch.start_seconds))
+            place, devices = detected[:3], detected[3]
         address, count, index = place
         text = f'coordinator_address={address}, num_processes={count}, process_id={index}'
         require(None not in place and 0 <= index < count, f'cluster: {text}; expected {_CLUSTER}')

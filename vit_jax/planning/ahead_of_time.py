@@ -151,8 +151,8 @@ def compile_for(
       options: Other compiler options.
 
     Returns:
-      The compiled program. On GPUs its kernels differ from those of a real run: XLA cannot time
-      kernels without a GPU, and takes the first candidates.
+      The compiled program. A real run on GPUs uses other kernels: XLA cannot time kernels without a
+      GPU, and takes the first candidates.
 
     Raises:
       DoesNotFit: If the program needs more memory than a device has.

@@ -345,7 +345,7 @@ def drop_unlabeled(source: Source) -> Source:
 
 
 def renumbered(source: Source, class_names: Sequence[str]) -> Source:
-    """Renumbers the classes of a source like those of a model, by name (see `matched_names`).
+    """Renumbers the classes of a source as a model numbers them, by name (see `matched_names`).
 
     WordNet ids (n01440764) match ImageNet's classes. Images are skipped with a warning if the model
     has none of their classes.

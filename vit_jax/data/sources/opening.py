@@ -52,7 +52,7 @@ class HeldOut(records.Record):
     """Selects the held-out images of data without splits, which become the split `test`."""
 
     fraction: float = 0.1  # fraction of each class to hold out; at least one image
-    seed: int = 0  # selects other held-out images
+    seed: int = 0  # another seed holds out other images
 
     def check(self) -> None:
         records.require_between(self, 'fraction', above=0, below=1)

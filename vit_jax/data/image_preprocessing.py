@@ -50,7 +50,7 @@ class CentralCrop(Record):
     scale: float = 256 / 224  # ratio of the resized image to the crop
     keep_aspect: bool = True  # False: resize to exactly `scale` times the size (big_vision probes)
     resize: ResizeMethod = 'bilinear'  # the other methods use antialiasing
-    rounding: Literal['nearest', 'timm', 'transformers'] = 'nearest'  # of sizes to pixels
+    rounding: Literal['nearest', 'timm', 'transformers'] = 'nearest'  # how sizes are rounded
 
     def check(self) -> None:
         require_between(self, 'scale', low=1, high=16)

@@ -29,7 +29,7 @@ class Scan:
     """Summary of the images of a split, as vit_jax.inspect_data writes it to data.json."""
 
     images: int
-    classes: dict[str, int]  # images of each class
+    classes: dict[str, int]  # number of images per class
     formats: dict[str, int] = dataclasses.field(default_factory=dict)
     unreadable: list[str] = dataclasses.field(default_factory=list)  # NAME: reason
     misnamed: list[str] = dataclasses.field(default_factory=list)  # NAME: format; wrong extension

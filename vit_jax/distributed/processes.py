@@ -91,7 +91,7 @@ def connect(launch: Launch) -> None:
         require(None not in place and 0 <= index < count, f'cluster: {text}; expected {_CLUSTER}')
     with usable(f'coordinator_address={address}', 'HOST:PORT of process 0, a free port'):
         port = int(address.rpartition(':')[2])
-        if index == 0:  # jax would crash
+        if index == 0:  # jax would crash if the port is in use
             socket.create_server(('', port)).close()
     print(f'connecting to process 0 at {address}', file=sys.stderr)
     ctypes.pythonapi.PyOS_setsig(signal.SIGABRT, _on_abort)

@@ -327,7 +327,7 @@ def _find_key(name: pathlib.PurePath, entries: dict[str, object], path: str) -> 
         for key in str(part), str(part.with_suffix('')):
             if key in entries:
                 return key
-    raise UserError(f'{path}: no entry for {name}')
+    raise UserError(f'{path}: no entry for image {name}')
 
 
 def drop_unlabeled(source: Source) -> Source:
@@ -337,7 +337,7 @@ def drop_unlabeled(source: Source) -> Source:
     has_label = source.labels.any(axis=1)
     if has_label.all():
         return source
-    require(bool(has_label.any()), f'none of {len(source)} images has a label')
+    require(bool(has_label.any()), f'labels: none of {len(source)} images has a label')
     name = source.name_of(int(has_label.argmin()))
     count = counted(int((~has_label).sum()), 'image')
     logging.warning('%s without a label skipped, such as %s', count, name)
@@ -420,7 +420,7 @@ def _renumber(source: Source, number_of: dict[str, int], class_names: Sequence[s
         is_kept = labels[:, is_known].any(axis=1) | ~labels.any(axis=1)
     else:
         is_kept = is_known[labels]
-    require(bool(is_kept.any()), f'no image has one of the classes {_some(class_names)}')
+    require(bool(is_kept.any()), f'classes: no image has any of {_some(class_names)}')
     return select(result, np.flatnonzero(is_kept))
 
 

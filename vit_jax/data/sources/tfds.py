@@ -138,7 +138,7 @@ def _read_image(
         raise UserError(f'damaged: {error}') from error
     image, label = example[image_column], labels.read(example)
     if image is None or label is None:
-        raise UserError('damaged: the record has no image or no label')
+        raise UserError('damaged: the record lacks an image or a label')
     numbers, num_classes = np.atleast_1d(np.asarray(label, int)), len(labels.class_names)
     for number in numbers[(numbers < 0) | (numbers >= num_classes)]:
         raise UserError(f'label {number}; expected 0 to {num_classes - 1}; is {split} unlabeled?')
@@ -243,6 +243,6 @@ def download_and_prepare(name: str, folder: str | None) -> str:
     try:
         builder = library.builder(name, data_dir=folder, file_format='array_record')
     except library.core.registered.DatasetNotFoundError as error:
-        raise UserError(f'TFDS knows no {name!r}: {str(error).splitlines()[0]}') from error
+        raise UserError(f'tfds:{name}: unknown data set ({str(error).splitlines()[0]})') from error
     builder.download_and_prepare(file_format='array_record')
     return str(builder.data_dir)

@@ -134,7 +134,7 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
             with usable(path):
                 path.write_bytes(partial.read_bytes())
         return
-    if os.path.exists(path) and not os.path.isfile(path):  # root could replace /dev/null
+    if os.path.exists(path) and not os.path.isfile(path):  # root could replace a device
         raise UserError(f'{path}: a folder, pipe or device; expected a file')
     partial = path.with_name(path.name + _PARTIAL)
     with usable(path):
@@ -191,7 +191,7 @@ def write_json(path: Path, values: Any) -> None:
 def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
     """Returns the lines of a file that are JSON objects with these fields of these types.
 
-    Returns an empty list if the file does not exist. Other lines are left out with a warning,
+    Returns an empty list if the file does not exist. Other lines are skipped with a warning,
     except the last one, which a killed run may have written in part.
     """
     with usable(path):

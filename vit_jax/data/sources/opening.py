@@ -173,7 +173,7 @@ def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:
 def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.ndarray, 'n']:
     """Returns a mask that is True for the held-out images.
 
-    A digest of its name within the data gives each file a number between 0 and 1. In a class with
+    A digest of the seed and its name gives each file a number between 0 and 1. In a class with
     many files, the files with numbers below the fraction are held out, so that a file stays in its
     split when other files are added or removed. A class with at most _BALANCED files holds out
     exactly the fraction. Every class holds out at least one file, but never all. Multi-label data

@@ -55,7 +55,7 @@ Compare = Callable[[Any], list[str]]  # describes differences from the values of
 
 @dataclasses.dataclass(kw_only=True)
 class Launch(Record):
-    """How the processes of a job find each other. The environment replaces None."""
+    """How the processes of a job find each other. The environment sets fields that are None."""
 
     distributed: bool = True  # False: a single process, whatever the environment contains
     coordinator_address: str | None = None  # HOST:PORT of process 0

@@ -153,6 +153,6 @@ def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
         'mesh        data=1 x fsdp=4 x tensor=1',
         'remat       dots  fits: ',  # what trains on TPUs, whatever fits
         'encoder/block/mlp/dense1/kernel',
-        'state, optimizer included: ',
+        'state with optimizer: ',
     ):
         assert line in done.stdout, done.stdout

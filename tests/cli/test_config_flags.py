@@ -107,7 +107,7 @@ def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
         ('seed.x=2', 'config.seed.x: ', ''),
         ('preprocessing.qqq=2', 'config.preprocessing.qqq: ', ' crop, '),
         ('preprocessing.scal=2', 'config.preprocessing.scal: ', '--config.preprocessing.crop'),
-        ('preprocessing.crop=none', 'config.preprocessing is none: ', '--config.preprocessing=Pre'),
+        ('preprocessing.crop=none', 'config.preprocessing: ', '--config.preprocessing=Pre'),
         ('seed=none', 'config.seed=none', ''),
         ('seed=1e3', 'config.seed=1000.0: ', 'int'),
         ('seed=-1', 'config.seed=-1: ', '4294967296'),

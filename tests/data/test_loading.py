@@ -140,7 +140,7 @@ def test_the_first_images_that_are_left_out_are_named_once(caplog):
     warn = loading.make_warning(shown=2)
     for text in 'a', 'b', 'a', 'c':
         warn(text)
-    assert [line[:11] for line in caplog.messages] == ['left out: a', 'left out: b']
+    assert [line[:10] for line in caplog.messages] == ['skipped: a', 'skipped: b']
 
 
 @pytest.mark.parametrize('values', [{'threads': 0}, {'device_mb': -1.0}, {'placement': 'device'}])

@@ -160,7 +160,7 @@ def test_a_signal_that_the_program_handles_itself_stops_nothing(tmp_path):
 @pytest.mark.full
 def test_a_signal_before_connecting_ends_all(tmp_path):
     with running(tmp_path, each=lambda index: ['--late'] * index) as started:
-        started[1].wait_for_text('connects to')
+        started[1].wait_for_text('connecting to')
         started[1].signal(signal.SIGTERM)
         assert codes(started, 40) == [REQUEUE] * 2
     assert all('SIGTERM' in host.text for host in started)

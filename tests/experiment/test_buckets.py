@@ -120,7 +120,7 @@ def test_a_second_run_is_rejected_and_sigterm_saves_and_releases(bucket, whole, 
         assert first.wait() == REQUEUE, first.text
     assert bucket.names('of/run/.') == []
     text, found = finish(tmp_path)
-    assert 'waits' not in text and 'resuming at step' in text
+    assert 'locked by' not in text and 'resuming at step' in text
     assert_same(found, whole)
 
 

@@ -1,4 +1,4 @@
-"""What everything stands on: records, names of leaves, shapes, errors, files written whole."""
+"""Foundations: configuration records, tree names, array types, errors and file storage."""
 
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params, UInt8
 from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, counted, refuse

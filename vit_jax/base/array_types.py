@@ -1,4 +1,4 @@
-"""Shape annotations of jaxtyping, and trees of arrays. The tests check every annotated shape."""
+"""jaxtyping's shape annotations and types for trees of arrays. Tests check all annotated shapes."""
 
 from typing import Any
 

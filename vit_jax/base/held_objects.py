@@ -1,7 +1,8 @@
-"""Objects on a bucket that one run at a time writes: the lease of a folder, and growing files.
+"""Objects on a bucket with a single writer: the lease of a folder, and append-only files.
 
-Each write has a condition: the object is as this run has read or written it last. So one of several
-runs gets a lease, and a run that was suspended and replaced overwrites nothing of its successor.
+A write succeeds only if the object is still as this run last read or wrote it. So only one of
+several runs gets a lease, and a run that was suspended and replaced cannot overwrite its
+successor's files.
 """
 
 import contextlib
@@ -19,19 +20,19 @@ LEASE = 60.0  # seconds without a renewal, after which a lease is free
 
 
 class HeldObject:
-    """An object, and the generation of it that this run has read or written last.
+    """An object that is written only if it is unchanged since this run last read or wrote it.
 
-    Its metadata name the writer. This tells a write of this run whose answer was lost from one of
-    another run.
+    The bucket gives each version of an object a new `generation`. The object's metadata name its
+    writer: if the answer to a write is lost, they show whether this run has written the object.
     """
 
     def __init__(self, path: Path):
         self._bucket, self._name = bucket_and_name(path)
         self._writer = str(uuid.uuid4())
-        self.generation = 0  # there is no object
+        self.generation = 0  # 0: the object does not exist
 
     def read(self) -> str | None:
-        """Returns the text, or None if there is no object; the next write may replace it."""
+        """Returns the text, or None if the object does not exist; the next write may replace it."""
         from google.api_core.exceptions import NotFound
 
         blob, text, self.generation = self._bucket.blob(self._name), None, 0
@@ -41,7 +42,7 @@ class HeldObject:
         return text
 
     def write(self, text: str) -> bool:
-        """Replaces the text; returns False, and changes nothing, if another run has written."""
+        """Replaces the text. Returns False and changes nothing if another run has written it."""
         from google.api_core.exceptions import PreconditionFailed
 
         blob = self._bucket.blob(self._name)
@@ -49,23 +50,25 @@ class HeldObject:
         try:
             blob.upload_from_string(text, if_generation_match=self.generation)
         except PreconditionFailed:
-            found = self._bucket.get_blob(self._name)
-            if found is None or (found.metadata or {}).get('writer') != self._writer:
+            current = self._bucket.get_blob(self._name)
+            if current is None or (current.metadata or {}).get('writer') != self._writer:
                 return False
-            blob.upload_from_string(text, if_generation_match=found.generation)
+            blob.upload_from_string(text, if_generation_match=current.generation)
         self.generation = int(blob.generation)
         return True
 
     def remove(self) -> None:
-        """Removes the object, unless another run has written it."""
+        """Deletes the object, unless another run has written it."""
         self._bucket.blob(self._name).delete(if_generation_match=self.generation)
 
 
 class Lease:
-    """Holds an object that names this run, and renews it four times in LEASE seconds.
+    """A lease on a folder: an object that names this run, renewed four times in LEASE seconds.
 
-    A lease that is not renewed for LEASE seconds is stale and is taken over. Raises UserError that
-    names the other run if it is renewed.
+    A lease that is not renewed for LEASE seconds is stale and is taken over.
+
+    Raises:
+      UserError: If another run renews the lease; the message names that run.
     """
 
     def __init__(self, path: Path, holder: str):
@@ -77,32 +80,32 @@ class Lease:
         self._released = _repeat(self._renew, LEASE / 4)
 
     def check(self) -> None:
-        """Raises UserError if another run might hold the lease, or if its object was removed.
+        """Raises UserError if another run may hold the lease, or if its object was removed.
 
-        A lease that this run renewed lately is its own, even if the bucket does not answer now.
+        A lease that this run renewed recently is valid, even if the bucket does not answer now.
         """
         # The wall clock runs while a machine is suspended, but not while a hypervisor pauses it.
         if not 0 <= time.time() - self._renewed < LEASE * 3 / 4:
             self._renew()
 
-    def _renew(self, otherwise: str = 'was lost to') -> None:
+    def _renew(self, problem: str = 'lost its lease; the holder is now') -> None:
         with self._renewing, usable(self._path):
-            began = time.time()
+            start = time.time()
             if not self._object.write(self._text):
-                self._renewed = 0.0  # the next check finds it lost, too
-                raise UserError(f'{self._where} {otherwise} {self._holder()}')
-            self._renewed = began
+                self._renewed = 0.0  # so that the next check fails, too
+                raise UserError(f'{self._where} {problem} {self._holder()}')
+            self._renewed = start
 
     def release(self) -> None:
-        """Removes the object, unless it was lost."""
+        """Deletes the object, unless another run has taken the lease."""
         self._released.set()
-        with self._renewing, contextlib.suppress(Exception):  # the next run will wait for it
+        with self._renewing, contextlib.suppress(Exception):  # else the next run waits LEASE
             self._object.remove()
 
     def _wait_until_stale(self) -> None:
         if self._object.read() is None:
             return
-        logging.warning('%s: of %s; waits %g s for a renewal', self._where, self._holder(), LEASE)
+        logging.warning('%s: locked by %s; waiting %g s', self._where, self._holder(), LEASE)
         generation, end = self._object.generation, time.monotonic() + LEASE
         while time.monotonic() < end and self._object.read() is not None:
             if self._object.generation != generation:
@@ -110,13 +113,13 @@ class Lease:
             time.sleep(LEASE / 20)
 
     def _holder(self) -> str:
-        return (HeldObject(self._path).read() or 'nobody: its lock was removed').strip()
+        return (HeldObject(self._path).read() or 'nobody (.lock was removed)').strip()
 
 
 class GrowingObject:
-    """A text on a bucket to which lines are added; it is uploaded whole, in the background.
+    """A text file on a bucket that lines are appended to; a thread uploads the whole text.
 
-    A line is there UPLOAD seconds after it was written, and when `flush` has returned.
+    A line is uploaded within UPLOAD seconds, or when `flush` is called.
     """
 
     def __init__(self, path: Path):
@@ -124,23 +127,23 @@ class GrowingObject:
         self._object = HeldObject(path)
         self._text = self._object.read() or ''
         self._uploaded: str | None = None
-        self.flush()  # from now on no earlier run can write it
+        self.flush()  # a new generation, so that earlier runs can no longer write
         self._closed = _repeat(self.flush, UPLOAD)
 
     def write(self, line: str) -> None:
-        """Adds a line."""
+        """Appends a line."""
         self._text += line
 
     def flush(self) -> None:
-        """Returns when all lines are on the bucket. Raises UserError if another run writes it."""
+        """Uploads all lines. Raises UserError if another run has written the object."""
         with self._uploading, usable(self.name):
             text = self._text
             if text != self._uploaded and not self._object.write(text):
-                raise UserError(f'{self.name}: another run writes it by now; this one stops')
+                raise UserError(f'{self.name}: another run has written this file; stopping')
             self._uploaded = text
 
     def close(self) -> None:
-        """Uploads the last lines, and warns if that fails: a run that succeeds calls `flush`."""
+        """Uploads the last lines; warns if that fails. A run that succeeds calls `flush` first."""
         self._closed.set()
         try:
             self.flush()
@@ -149,7 +152,7 @@ class GrowingObject:
 
 
 def _repeat(act: Callable[[], None], seconds: float) -> threading.Event:
-    """Acts every `seconds` in a thread, until the event is set. Ignores errors, and tries again."""
+    """Calls `act` every `seconds` in a thread until the returned event is set; ignores errors."""
     stop = threading.Event()
 
     def run() -> None:

@@ -1,7 +1,8 @@
-"""Records: dataclasses of plain values that check themselves and are kept as JSON.
+"""Records: dataclasses that validate their values and are stored as JSON.
 
-Every configuration and every checkpoint card is one. A record is checked when it is made. Fields
-can be assigned, as configuration files and the command line do: `checked` makes a checked copy.
+Configurations and checkpoint cards are records. A record is validated when it is created. Fields
+may be assigned later, as configuration files and the command line do; `checked` returns a validated
+copy.
 """
 
 import dataclasses
@@ -21,43 +22,43 @@ R = TypeVar('R')
 
 
 class Record:
-    """The base of dataclasses that check their values when they are made.
+    """Base class of dataclasses that validate their values when they are created.
 
-    A value has the type of its field, which for `Literal['adamw', 'sgd']` lists the choices. One
-    number for a `tuple[int, int]`, a size (height, width), stands for both sides. A record within
-    another one is copied.
+    A value must have the type of its field; `Literal['adamw', 'sgd']` lists the possible values. A
+    single number for a `tuple[int, int]`, a size (height, width), is used for both sides. A record
+    in a field is copied.
 
     Raises:
-      UserError: That names the field, for a value of another type, and values that `check` rejects.
-        Assigning an unknown field raises it too.
+      UserError: If a value has another type or `check` rejects it, or if an unknown field is
+        assigned. The message names the field.
     """
 
     def __post_init__(self) -> None:
-        own = type(self).__name__
+        where = type(self).__name__
         values = vars(self)
         for name, hint in hints(type(self)).items():
-            values[name] = read(hint, values[name], f'{own}.{name}')
+            values[name] = read(hint, values[name], f'{where}.{name}')
         try:
             self.check()
         except UserError as error:
-            raise UserError(f'{own}.{error}') from error
+            raise UserError(f'{where}.{error}') from error
 
-    if not typing.TYPE_CHECKING:  # where it would allow any name
+    if not typing.TYPE_CHECKING:  # with __setattr__, mypy would accept any name
 
         def __setattr__(self, name: str, value: Any) -> None:
             field_type(type(self), name, type(self).__name__)
             super().__setattr__(name, value)
 
     def check(self) -> None:
-        """Raises UserError, beginning with the field, for values that make no sense."""
+        """Raises UserError for impossible values; the message begins with the field's name."""
 
     def override(self, name: str, value: Any) -> None:
-        """Assigns a field by its name, as the command line and a study do."""
+        """Assigns a field by name; called for the command line and for studies."""
         setattr(self, name, value)
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises UserError with the message where the condition does not hold."""
+    """Raises UserError with the message if the condition is false."""
     if not condition:
         raise UserError(message)
 
@@ -71,19 +72,19 @@ _BOUNDS = {
 
 
 def require_between(record: Any, *names: str, **bounds: float) -> None:
-    """Raises UserError unless low <= number <= high, above < number < below in these fields.
+    """Raises UserError unless the numbers in these fields are finite and within the bounds.
 
-    Takes any of these four bounds. None, words and numbers in tuples are allowed; infinite numbers
-    and NaN are not.
+    The bounds are any of `low` and `high` (inclusive), `above` and `below` (exclusive). They also
+    hold for each number of a tuple; None and strings are accepted.
     """
-    wanted = ' and '.join(f'{_BOUNDS[kind][0]} {bound}' for kind, bound in bounds.items())
+    expected = ' and '.join(f'{_BOUNDS[kind][0]} {bound}' for kind, bound in bounds.items())
     for name in names:
         value = getattr(record, name)
         values = value if isinstance(value, tuple) else (value,)
         numbers = [n for n in values if n is not None and not isinstance(n, str)]
         fits = all(_BOUNDS[kind][1](n, bounds[kind]) for n in numbers for kind in bounds)
         is_finite = all(abs(n) < math.inf for n in numbers)
-        require(fits and is_finite, f'{name}={value!r}: expected {wanted}')
+        require(fits and is_finite, f'{name}={value!r}: expected {expected}')
 
 
 def require_pattern(pattern: str) -> None:
@@ -91,48 +92,51 @@ def require_pattern(pattern: str) -> None:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise UserError(f'{pattern!r} is no regular expression: {error}') from error
+        raise UserError(f'{pattern!r} is not a regular expression: {error}') from error
 
 
 def _read_hints(cls: Any) -> Mapping[str, Any]:
-    known = typing.get_type_hints(cls)
-    return {each.name: known[each.name] for each in dataclasses.fields(cls)}
+    types_by_name = typing.get_type_hints(cls)
+    return {field.name: types_by_name[field.name] for field in dataclasses.fields(cls)}
 
 
-#: Returns the type of each field of a record, by name.
+#: Returns the type of each field of a record class, by name.
 hints: Callable[[Any], Mapping[str, Any]] = functools.cache(_read_hints)
 
 
 def field_type(cls: Any, name: str, where: str) -> Any:
-    """Returns the type of a field. Raises UserError, with the nearest name, if it is unknown."""
-    known = hints(cls)
-    if name not in known:
-        raise UserError(f'{where}.{name}: no such field; {nearest(name, known)}')
-    return known[name]
+    """Returns the type of a field. Raises UserError with the most similar name if it is unknown."""
+    fields = hints(cls)
+    if name not in fields:
+        raise UserError(f'{where}.{name}: no such field; {nearest(name, fields)}')
+    return fields[name]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of an error message about an unknown name: what was probably meant."""
+    """Returns the end of a message about an unknown name: a similar known name, or known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known[:60]) or "none"}'
 
 
 def alternatives(hint: Any) -> tuple[Any, ...]:
-    """Returns the types that a field may have: the types of a union, or the one."""
+    """Returns the members of a union type; a tuple of the type itself for other types."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def record_types(options: Iterable[Any]) -> dict[str, Any]:
-    """Returns the records among these types, by name."""
+    """Returns the record classes among these types, by name."""
     return {t.__name__: t for t in options if isinstance(t, type) and issubclass(t, Record)}
 
 
 def to_dict(record: Any) -> dict[str, Any]:
-    """Returns the record as JSON values. If a field may hold several kinds, it names its kind."""
-    known = hints(type(record)).items()
-    return {name: _to_plain(getattr(record, name), hint) for name, hint in known}
+    """Converts a record to JSON values.
+
+    If a field may hold records of several classes, its dict has the class name under `kind`.
+    """
+    fields = hints(type(record)).items()
+    return {name: _to_plain(getattr(record, name), hint) for name, hint in fields}
 
 
 def _to_plain(value: Any, hint: Any) -> Any:
@@ -147,31 +151,32 @@ def _to_plain(value: Any, hint: Any) -> Any:
 
 
 def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
-    """Returns the record of type `cls` with these JSON values: the inverse of `to_dict`.
+    """Creates a record of class `cls` from JSON values: the inverse of `to_dict`.
 
     Raises:
-      UserError: That names `where.field`, as described in `Record`, and for a missing value.
+      UserError: If a field is missing or unknown, or for the reasons that `Record` lists. The
+        message names `where.field`.
     """
-    own = {}
-    for name, value in values.items():  # the new record copies the records among its values
-        own[name] = read(field_type(cls, name, where), value, f'{where}.{name}', copies=False)
+    fields = {}
+    for name, value in values.items():  # the new record copies the records in its fields
+        fields[name] = read(field_type(cls, name, where), value, f'{where}.{name}', copies=False)
     try:
-        return cls(**own)
-    except TypeError as error:  # a field without a default is absent
+        return cls(**fields)
+    except TypeError as error:  # a field without a default is missing
         raise UserError(f'{where}: {error}') from error
     except UserError as error:
         raise UserError(f'{where}{str(error).removeprefix(cls.__name__)}') from error
 
 
 def checked(record: R, *, where: str) -> R:
-    """Returns a checked copy of a record and all records in it."""
+    """Returns a validated copy of a record and of all records in it."""
     return from_dict(type(record), vars(record), where=where)
 
 
 def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
-    """Returns a checked copy with other values of fields, which have paths such as `model.depth`.
+    """Returns a validated copy with new values, by the path of the field, such as `model.depth`.
 
-    Raises UserError for an unknown field or a value that it cannot have.
+    Raises UserError for an unknown field or an impossible value.
     """
     copy = checked(record, where=where)
     for path, value in values.items():
@@ -185,28 +190,28 @@ def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
 
 
 def differences(old: Any, new: Any, where: str = '') -> list[str]:
-    """Returns a line `field: old -> new` for each leaf in which two `to_dict` results differ."""
+    """Returns a line `field: old -> new` for each difference between two results of `to_dict`."""
     if not isinstance(old, dict) or not isinstance(new, dict):
         return [] if old == new else [f'{where}: {old!r} -> {new!r}']
     lines = []
     for name in sorted({*old, *new}):
-        was, now = old.get(name, '(absent)'), new.get(name, '(absent)')
-        lines += differences(was, now, f'{where}.{name}' if where else name)
+        before, after = old.get(name, '(absent)'), new.get(name, '(absent)')
+        lines += differences(before, after, f'{where}.{name}' if where else name)
     return lines
 
 
 @dataclasses.dataclass(frozen=True)
 class Elsewhere:
-    """A function of which only the name was kept, because text cannot hold it."""
+    """Stands for a function that was stored in JSON, where only its name is kept."""
 
     name: str  # MODULE:NAME
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise UserError(f'the function {self.name} is not in the file, which only names it')
+        raise UserError(f'function {self.name}: the file stores only its name, not its code')
 
 
 def text_of(value: str | Callable[..., Any]) -> str:
-    """Returns a text as it is, of a function MODULE:NAME, for people and for comparisons."""
+    """Returns the name MODULE:NAME of a function; returns a string unchanged."""
     if isinstance(value, str):
         return value
     if isinstance(value, Elsewhere):
@@ -216,10 +221,10 @@ def text_of(value: str | Callable[..., Any]) -> str:
 
 
 def read(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
-    """Returns the value of a field of this type from a value of the type or its JSON value.
+    """Parses the value of a field of this type from a Python or JSON value.
 
-    Returns a checked copy of a record, or the record itself if `copies` is False.
-    Raises UserError, which begins with `where`, for any other value.
+    A record is returned as a validated copy, or unchanged if `copies` is False. Raises UserError,
+    whose message begins with `where`, if the value has another type.
     """
     options = alternatives(hint)
     kinds = record_types(options)
@@ -227,8 +232,8 @@ def read(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
     if isinstance(value, dict) and kinds and not is_name:
         kind = next(iter(kinds)) if len(kinds) == 1 else value.get('kind', '')
         require(kind in kinds, f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
-        own = {k: v for k, v in value.items() if k != 'kind' or len(kinds) == 1}
-        return from_dict(kinds[kind], own, where=where)
+        fields = {k: v for k, v in value.items() if k != 'kind' or len(kinds) == 1}
+        return from_dict(kinds[kind], fields, where=where)
     for option in options:
         origin, items = typing.get_origin(option), typing.get_args(option)
         if items == (int, int) and origin is tuple and type(value) is int:
@@ -254,7 +259,7 @@ def read(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
 
 
 def type_text(hint: Any) -> str:
-    """Returns a type as the command line writes it, such as `cls|gap or none`."""
+    """Formats a type as messages and help show it, such as `cls|gap or none`."""
     if hint is type(None):
         return 'none'
     if len(options := alternatives(hint)) > 1:

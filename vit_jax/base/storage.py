@@ -1,8 +1,8 @@
-"""Files and folders, on a disk or on a bucket (gs://BUCKET/FOLDER).
+"""Files and folders on a disk or on a Google Cloud Storage bucket (gs://BUCKET/FOLDER).
 
-A bucket cannot rename, append or lock. A path there is an epath.Path, which has the methods of
-pathlib. `atomic_write` writes a file whole or not at all, in both places. `usable` turns the errors
-of both into errors for the user.
+A path on a bucket is an epath.Path, which has the methods of pathlib. A bucket cannot rename,
+append or lock. `atomic_write` writes a file completely or not at all. `usable` converts errors of
+disks and buckets into errors for the user.
 """
 
 import contextlib
@@ -24,21 +24,25 @@ from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, one_line, 
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
-# Orbax and tensorstore misread patterns, a backslash, bytes that are no text, `x:/` and /gs/.
+# Orbax and tensorstore misread glob patterns, backslashes, non-UTF-8 bytes, `x:/` and /gs/.
 _MISREAD = re.compile(r'[][*?\\\ud800-\udfff]|:(/|$)|^/(gs|s3)(/|$)')
-# What orbax and fsspec do not take for a pattern or a query in the path of an object.
+# Paths that orbax and fsspec do not interpret as a glob pattern or as a URL with a query.
 _ON_BUCKET = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
-_PARTIAL = '.partial'  # ends the name of a file that is not yet whole
-_NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK  # by the file system
+_PARTIAL = '.partial'  # suffix of a file that is being written
+# The file system does not support the operation.
+_NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is on a bucket or another store, which may not be supported."""
+    """Returns whether a path is a URL, also one of a store that is not supported."""
     return '://' in os.fspath(path)
 
 
 def folder(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a folder. Raises UserError for a store that is not supported."""
+    """Returns a folder as a path, absolute on a disk, or an epath.Path on a bucket.
+
+    Raises UserError if the URL is not supported, or if gcsfs is not installed.
+    """
     text = os.fspath(path)
     if not is_remote(text):
         return pathlib.Path(text).absolute()
@@ -46,17 +50,20 @@ def folder(path: str | os.PathLike[str]) -> Path:
         expected = 'expected a folder on a disk, or gs://BUCKET/FOLDER without any of ?#[]*'
         raise UserError(f'{shown_url(text)}: {expected}')
     if importlib.util.find_spec('gcsfs') is None:
-        raise UserError(f"{text}: Google Cloud Storage needs: pip install 'vit_jax[gs]'")
+        raise UserError(f"{text}: gcsfs is not installed; run pip install 'vit_jax[gs]'")
     import fsspec.config
 
-    os.environ['EPATH_USE_TF'] = 'false'  # else epath goes through TensorFlow if that is installed
-    # Listings are not kept: orbax and other hosts write there too.
+    os.environ['EPATH_USE_TF'] = 'false'  # else epath uses TensorFlow if it is installed
+    # Cached listings would be stale, because orbax and other hosts also write to the bucket.
     fsspec.config.conf.setdefault('gcs', {})['use_listings_cache'] = False
     return epath.Path(text)
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Makes a folder and those above it, on a disk; a bucket needs none. Raises UnusableDisk."""
+    """Creates a folder and its parents on a disk; does nothing on a bucket, which has no folders.
+
+    Raises UnusableDisk if the folder cannot be created.
+    """
     if not is_remote(path):
         with usable(path):
             pathlib.Path(path).mkdir(parents=True, exist_ok=True)
@@ -64,7 +71,7 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def named_plainly(folder: Path) -> Iterator[epath.Path]:
-    """Yields a name of an existing folder that orbax does not misread: its own, or a link to it."""
+    """Yields a path of an existing folder that orbax does not misread: its own, or a symlink."""
     if is_remote(folder) or not _MISREAD.search(os.fspath(folder)):
         yield epath.Path(folder)
         return
@@ -76,10 +83,14 @@ def named_plainly(folder: Path) -> Iterator[epath.Path]:
 
 @contextlib.contextmanager
 def usable(name: object, expected: str = '') -> Iterator[None]:
-    """Converts errors raised while using something that the user named into a UserError.
+    """Converts exceptions within the context into a UserError that starts with `name`.
 
-    Converts each OSError, all errors about a path on a bucket, and all errors if `expected` says
-    what a parser expects. Other errors are faults of the program and pass.
+    Converts every OSError, every exception if `name` is a URL, and every exception if `expected` is
+    given. Other exceptions are bugs and pass through.
+
+    Args:
+      name: The file, folder, URL or flag of the user that is used in the context.
+      expected: What `name` should have been, for the message.
     """
     ending = f'; expected {expected}' if expected else ''
     try:
@@ -87,7 +98,7 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if is_remote(str(name)):  # three clients raise many kinds
+        if is_remote(str(name)):  # the clients of buckets raise many exception types
             raise UnusableDisk(f'{name}: {one_line(error)}') from error
         if isinstance(error, OSError):
             kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
@@ -96,21 +107,25 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
         if not expected:
             raise
         why = f'{type(error).__name__}: {one_line(error)}'
-        raise UserError(f'{name}: cannot be read ({why}){ending}') from error
+        raise UserError(f'{name}: cannot be used ({why}){ending}') from error
 
 
 def require_kept(file: Path) -> None:
-    """Raises MissingFile if a file of a run on a disk, or its directory, was removed."""
+    """Raises MissingFile if a file that a run has written to a disk no longer exists."""
     if not is_remote(file) and not file.exists():
-        gone = f'workdir {file.parent}: {file.name} is gone: it, or the directory, was removed or'
-        raise MissingFile(f'{gone} renamed while the run went on; put it back, or begin again')
+        gone = f'workdir {file.parent}: {file.name} was removed or renamed during the run'
+        raise MissingFile(f'{gone}, or the directory was; restore it, or start again')
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[pathlib.Path]:
-    """Yields a file to write, which takes the place of `path` on success and is on the disk.
+    """Yields the path of a temporary file to write, which replaces `path` if no error is raised.
 
-    Raises UnusableDisk or MissingFile if it cannot be written, and UserError if `path` is no file.
+    On a disk, the file is synced before the context exits.
+
+    Raises:
+      UnusableDisk or MissingFile: If the file cannot be written.
+      UserError: If `path` exists and is not a file.
     """
     if is_remote(path):
         with tempfile.TemporaryDirectory() as folder:
@@ -119,23 +134,23 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
             with usable(path):
                 path.write_bytes(partial.read_bytes())
         return
-    if os.path.exists(path) and not os.path.isfile(path):  # as root, a device would be replaced
-        raise UserError(f'{path}: expected a file, not a folder, a pipe or a device')
+    if os.path.exists(path) and not os.path.isfile(path):  # root could replace a device
+        raise UserError(f'{path}: a folder, pipe or device; expected a file')
     partial = path.with_name(path.name + _PARTIAL)
     with usable(path):
         partial.touch()
         mode = partial.stat().st_mode
         yield partial
-        partial.chmod(mode)  # safetensors makes files that only their owner can read
+        partial.chmod(mode)  # safetensors creates files that only their owner can read
         sync(partial)
         partial.replace(path)
         sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Returns when the bytes of a file, or the names in a folder, are on the disk.
+    """Flushes a file, or the entries of a folder, to the disk (fsync).
 
-    A bucket has them once they are written; some file systems cannot promise it. Raises OSError.
+    Does nothing for a bucket, on Windows, and on file systems without fsync. Raises OSError.
     """
     if os.name == 'nt' or is_remote(path):
         return
@@ -150,9 +165,9 @@ def sync(path: Path) -> None:
 
 
 def locked(file: IO[Any]) -> bool:
-    """Locks a file until it is closed; returns False if another process has locked it.
+    """Tries to lock a file until it is closed; returns False if another process has locked it.
 
-    Returns True, with a warning, if the file system has no locks.
+    Logs a warning and returns True if the file system does not support locks.
     """
     import fcntl  # not on Windows
 
@@ -163,21 +178,21 @@ def locked(file: IO[Any]) -> bool:
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
-        logging.warning('%s: no locks here; see that no other run writes there', file.name)
+        logging.warning('%s: this file system has no locks; start only one run', file.name)
     return True
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Writes JSON, to be read by people too."""
+    """Writes values as indented JSON, atomically."""
     with atomic_write(path) as partial:
         partial.write_text(json.dumps(values, indent=2) + '\n')
 
 
 def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
-    """Returns the lines of a file that are JSON objects with these fields, of these types.
+    """Returns the lines of a file that are JSON objects with these fields of these types.
 
-    Returns none if there is no file. Warns of other lines but the last: a killed run may have
-    written half of it.
+    Returns an empty list if the file does not exist. Other lines are skipped with a warning,
+    except the last one, which a killed run may have written in part.
     """
     with usable(path):
         texts = path.read_bytes().splitlines() if path.exists() else []
@@ -189,27 +204,27 @@ def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
                 lines.append(line)
                 continue
         if number < len(texts):
-            logging.warning('%s, line %d: damaged, left out', path, number)
+            logging.warning('%s, line %d: ignored, because it is damaged', path, number)
     return lines
 
 
 def bucket_and_name(path: Path) -> tuple[Any, str]:
-    """Returns the bucket of a path, as google.cloud.storage has it, and the name of its object."""
+    """Returns the google.cloud.storage bucket of a path, and the name of its object."""
     from google.cloud import storage
 
     bucket, _, name = os.fspath(path).removeprefix('gs://').partition('/')
-    return storage.Client(project=None).bucket(bucket), name  # objects need no project
+    return storage.Client(project=None).bucket(bucket), name  # only buckets need a project
 
 
 def digest_of(size: int, crc32c: str) -> str:
-    """What tells that a file has changed, on a disk and on a bucket."""
+    """Formats the digest of a file, which is the same on a disk and on a bucket."""
     return f'{size} bytes, CRC-32C {crc32c}'
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """Returns the digests of all objects in a folder, which the bucket states; reads no object.
+    """Returns the digests of all objects in a folder from the bucket's metadata, by name.
 
-    An object whose name ends in a slash stands for a folder, as some programs create them.
+    Leaves out objects whose name ends in a slash: some programs create them to represent folders.
     """
     with usable(folder):
         bucket, name = bucket_and_name(folder)
@@ -230,10 +245,9 @@ def move(source: Path, target: Path) -> None:
 
 
 def require_usable(folder: Path) -> None:
-    """Does with an object of its own what a run does in a folder on a bucket.
+    """Checks that objects can be written, read, listed and deleted in a folder on a bucket.
 
-    Raises UnusableDisk with Google's words about the bucket, the credentials or the permission
-    that is missing.
+    Raises UnusableDisk with Google's message about a missing bucket, credential or permission.
     """
     with usable(folder):
         bucket, name = bucket_and_name(folder / f'.probe-{uuid.uuid4()}')
@@ -241,5 +255,5 @@ def require_usable(folder: Path) -> None:
         probe.upload_from_string(b'', if_generation_match=0)
         probe.download_as_bytes()
         list(bucket.list_blobs(prefix=name))
-        probe.upload_from_string(b'')  # this too needs the permission to delete
+        probe.upload_from_string(b'')  # overwriting needs the permission to delete
         probe.delete()

@@ -1,4 +1,4 @@
-"""Names of the leaves of a tree, `encoder/block/mlp/dense1/kernel`, and rules over them."""
+"""Names of the leaves of a tree, such as `encoder/block/mlp/dense1/kernel`."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,36 +10,36 @@ from vit_jax.base.errors import UserError, refuse
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """The `/`-joined name of a leaf, from the path that jax gives."""
+    """Converts jax's path of a leaf to its name, joined by `/`."""
     return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Every leaf by its name, in the order of the tree."""
+    """Returns all leaves by name, in the order of the tree."""
     return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` whose function is also given the leaf's name first."""
+    """Works like `jax.tree.map`, but calls the function with the leaf's name first."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(name_of(path), *leaves), tree, *rest
     )
 
 
 def mask_of(tree: Any, pattern: str) -> Any:
-    """A tree of booleans: does the whole name of the leaf match the regular expression?
+    """Returns a tree of booleans: True if the regular expression matches the leaf's whole name.
 
-    Raises UserError when no leaf does: a rule that matches nothing is a typing error.
+    Raises UserError if it matches no leaf, because then it is a typo.
     """
     result = map_named(lambda name, _: re.fullmatch(pattern, name) is not None, tree)
     if not any(jax.tree.leaves(result)):
-        there = ', '.join(named_leaves(tree))
-        raise UserError(f'the pattern {pattern!r} matches no parameter; there are {there}')
+        names = ', '.join(named_leaves(tree))
+        raise UserError(f'pattern {pattern!r} matches no parameter; parameters: {names}')
     return result
 
 
 def compare_names(found: Mapping[str, Any], expected: Mapping[str, Any], *, where: str) -> None:
-    """Raises UserError that lists missing, extra and mis-shaped leaves of `found`, if any."""
+    """Raises UserError that lists missing, extra and wrong leaves of `found` (dtype or shape)."""
     have = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in found.items()}
     want = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in expected.items()}
     lines = [f'missing {name} {want[name]}' for name in want if name not in have]
@@ -47,4 +47,4 @@ def compare_names(found: Mapping[str, Any], expected: Mapping[str, Any], *, wher
     both = [name for name in have if name in want]
     lines += [f'{n} is {have[n]}, expected {want[n]}' for n in both if have[n] != want[n]]
     if lines:
-        refuse([f'{where}: the arrays do not fit:', *lines], shown=21)
+        refuse([f'{where}: wrong arrays:', *lines], shown=21)

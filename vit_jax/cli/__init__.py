@@ -1,1 +1,1 @@
-"""Shared by the programs: arguments, configurations from files, one-line errors."""
+"""The command line of all programs: flags, configuration files, help and output."""

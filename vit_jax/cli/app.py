@@ -1,7 +1,7 @@
-"""Shared by all programs: arguments, the compilation cache, one-line errors, exit codes.
+"""Flags, compilation cache, one-line errors and exit codes of all programs.
 
-A program is a file in vit_jax/ with `make_parser()` and `main`. It ends in `run(main,
-make_parser())`, or in `run_job`, if it may be one process of several.
+A program is a file in vit_jax/ with the functions `make_parser` and `main`. Its last line calls
+`run(main, make_parser())`, or `run_job` if it can run in several processes.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from vit_jax.distributed.processes import INTERRUPTED, Job, Launch, joined_job
 from vit_jax.training.loop import NotFinite
 
 _LESS_MEMORY = (
-    'less is needed with a smaller batch (--batch_size, --config.batch_size, '
-    '--config.eval_batch_size), --config.compute.remat=block or --config.accumulation_steps=2'
+    'to use less memory, reduce the batch size (--batch_size, --config.batch_size, '
+    '--config.eval_batch_size) or set --config.compute.remat=block or --config.accumulation_steps=2'
 )
-_MAX_COMPILED_BYTES = 4 * 2**30  # jax evicts the least recently used programs
-_UNREAD = 141  # the exit code of a shell's command whose output is no longer read (SIGPIPE)
+_MAX_COMPILED_BYTES = 4 * 2**30  # of the cache: jax evicts the least recently used programs
+_UNREAD = 141  # exit code after SIGPIPE in a shell: the output is no longer read
 
 
 def run(
@@ -45,10 +45,10 @@ def run(
     """Runs a program and exits with the code that `main` returns.
 
     Args:
-      main: The program, given its arguments.
-      parser: The parser of its arguments.
-      only_prints: Exit if stdout is closed, as by `| head`, because nothing else is produced.
-      on_devices: Call `prepare_devices` before `main`.
+      main: Runs the program with the parsed arguments and returns its exit code.
+      parser: Parses the arguments.
+      only_prints: The program only prints, so it exits if stdout is closed, as by `| head`.
+      on_devices: Calls `prepare_devices` before `main`.
     """
     if not only_prints:
         output.outlive_readers()
@@ -60,12 +60,12 @@ def run(
         if on_devices:
             prepare_devices()
         code = main(arguments)
-        print(end='', flush=True)  # stdout may be closed
+        print(end='', flush=True)  # raises BrokenPipeError here if stdout is closed
     except BrokenPipeError:
         os._exit(_UNREAD)
     except KeyboardInterrupt as error:
         report(error)
-        os._exit(INTERRUPTED)  # without waiting for threads that compile or write
+        os._exit(INTERRUPTED)  # does not wait for threads that compile or write
     except Exception as error:
         code = report(error)
     sys.exit(code)
@@ -74,7 +74,7 @@ def run(
 def run_job(
     main: Callable[[argparse.Namespace, Job], int], parser: argparse.ArgumentParser
 ) -> NoReturn:
-    """Runs a program like `run`, as one of the processes of a job (see `add_launch`)."""
+    """Runs a program like `run`, in one or several processes (see `add_launch`)."""
 
     def start(arguments: argparse.Namespace) -> int:
         with joined_job(launch(arguments), report) as job:
@@ -87,7 +87,8 @@ def run_job(
 def report(error: BaseException) -> int:
     """Prints an error and returns the exit code.
 
-    An error that the user can fix is one line; others, or all with --traceback, have a traceback.
+    Prints errors that the user can fix on one line, and other errors with a traceback. Prints all
+    errors with a traceback if --traceback is set.
     """
     is_fixable, text = isinstance(error, UserError | NotFinite), str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -95,7 +96,7 @@ def report(error: BaseException) -> int:
     if lacks_memory(error):
         is_fixable, text = True, f'{text.splitlines()[0]}; {_LESS_MEMORY}'
     if is_fixable and '--traceback' not in sys.argv:
-        # Background tasks of orbax that end with the process would have the last word.
+        # The error should be the last line, not a warning of orbax's background tasks at exit.
         warnings.simplefilter('ignore')
         print(f'error: {text}', file=sys.stderr, flush=True)
     else:
@@ -104,24 +105,24 @@ def report(error: BaseException) -> int:
 
 
 def prepare_devices(*, processes: int = 1) -> None:
-    """Requires the devices of JAX_PLATFORMS, and sets the folder of jax's compilation cache.
+    """Checks that the devices of JAX_PLATFORMS exist, and enables jax's compilation cache.
 
-    JAX_COMPILATION_CACHE_DIR names another folder, JAX_ENABLE_COMPILATION_CACHE=false disables the
-    cache. Several processes have no default folder: a process that loads a program does not wait
-    for the others, which compile it.
+    JAX_COMPILATION_CACHE_DIR sets another folder, and JAX_ENABLE_COMPILATION_CACHE=false disables
+    the cache. With several processes the cache has no default folder: a process that loads a
+    program from its cache would not wait for the processes that compile it.
     """
     meshes.require_devices()
     if jax.config.values['jax_compilation_cache_dir'] is None and processes == 1:
         jax.config.update('jax_compilation_cache_dir', str(cache() / 'compiled'))
         jax.config.update('jax_compilation_cache_max_size', _MAX_COMPILED_BYTES)
-        # Most programs are small.
+        # By default jax does not cache programs that compile in less than 1 s, as most of these do.
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Loads the configuration; reports a wrong flag in one line, with the nearest flag."""
+    """Loads the configuration; reports an unknown flag on one line, with the most similar flag."""
 
-    config_kind: type[Record] | None = None  # None: without configuration
+    config_kind: type[Record] | None = None  # None: the program has no --config
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = sys.argv[1:] if args is None else args
@@ -132,7 +133,7 @@ class _Parser(argparse.ArgumentParser):
         if file is not None:
             arguments.config = config_flags.load(file, overrides, self.config_kind or TrainConfig)
         elif overrides:
-            why = '--config=FILE is missing' if self.config_kind else 'there is no configuration'
+            why = 'it needs --config=FILE' if self.config_kind else 'this program has no --config'
             self.error(f'unrecognized arguments: --config.{overrides[0]}; {why}')
         return arguments
 
@@ -152,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpFull(argparse.Action):
-    """Prints the help with all fields of the configuration, and exits."""
+    """Prints the help, including all fields of the configuration, and exits."""
 
     def __call__(self, parser: Any, *_: Any) -> None:
         parser.epilog = config_help.describe_fields(parser.config_kind)
@@ -161,14 +162,14 @@ class _HelpFull(argparse.Action):
 
 
 def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of a program, which its docstring describes."""
+    """Returns the parser of the program `vit_jax.NAME`, with the flags that all programs have."""
     parser = _Parser(
         prog=f'python -m vit_jax.{name}',
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    text = 'show where any error comes from'
+    text = 'print every error with its traceback'
     parser.add_argument('--traceback', action='store_true', help=text)
     return parser
 
@@ -180,88 +181,89 @@ def add_config(
     workdir: bool = True,
     required: bool = True,
 ) -> None:
-    """Adds the arguments of a configuration, and of a directory for results."""
+    """Adds --config, --config.FIELD, --helpfull and, if `workdir` is True, --workdir."""
     assert isinstance(parser, _Parser)
     parser.config_kind = kind
-    text = 'a file that defines get_config(), and the argument of that function'
+    text = 'Python file that defines get_config(ARGUMENT), or the config.json of a work directory'
     parser.add_argument('--config', required=required, metavar='FILE[:ARGUMENT]', help=text)
-    text = 'any field of the configuration, such as --config.seed=1; none: no value'
+    text = 'set any field of the configuration, such as --config.seed=1; none unsets it'
     parser.add_argument('--config.FIELD', default=argparse.SUPPRESS, metavar='VALUE', help=text)
     if workdir:
-        parser.add_argument('--workdir', required=required, metavar='DIR', help='of the results')
-    text = 'show this help, and type, default and meaning of all fields of the configuration'
+        text = 'directory for checkpoints and metrics'
+        parser.add_argument('--workdir', required=required, metavar='DIR', help=text)
+    text = 'show this help, and the type, default and meaning of all fields of the configuration'
     parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
 
 
 def new_job_parser(
     name: str, description: str | None, *, required: bool = True, trains: bool = True
 ) -> argparse.ArgumentParser:
-    """Returns the parser of a program with configuration and work directory in several processes.
+    """Returns the parser of a program with --config and --workdir that may have several processes.
 
     Args:
-      name: The program.
-      description: Its docstring.
-      required: Whether the program needs configuration and work directory.
-      trains: Whether the program trains.
+      name: The program's module in `vit_jax`.
+      description: The program's docstring.
+      required: Whether --config and --workdir are required.
+      trains: Whether to add the flags of training.
     """
     parser = new_parser(name, description)
     add_config(parser, required=required)
-    text = 'resume although the configuration has changed'
+    text = 'resume even if the configuration has changed'
     parser.add_argument('--accept_config_changes', action='store_true', help=text)
     if trains:
-        text = 'resume although the data have changed'
+        text = 'resume even if the data have changed'
         parser.add_argument('--accept_data_changes', action='store_true', help=text)
-        text = 'write a profile of the M - N steps after step N into WORKDIR/profile'
+        text = 'write a profile of steps N+1 to M to WORKDIR/profile'
         parser.add_argument('--profile_steps', type=_steps, metavar='N:M', help=text)
     add_launch(parser)
     return parser
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a job of several processes (docs/multi_host.md)."""
-    add = parser.add_argument_group('several hosts: detected in a cluster, or given').add_argument
-    add('--distributed', choices=['auto', 'off'], default='auto', help='off: one process alone')
-    add('--coordinator_address', metavar='HOST:PORT', help='of process 0')
-    add('--num_processes', type=int, metavar='N', help='on all hosts together')
-    add('--process_id', type=int, metavar='I', help='of this process, from 0')
+    """Adds the flags of jobs with several processes (see docs/multi_host.md)."""
+    add = parser.add_argument_group('several hosts (detected in a cluster)').add_argument
+    add('--distributed', choices=['auto', 'off'], default='auto', help='off: a single process')
+    add('--coordinator_address', metavar='HOST:PORT', help='address of process 0')
+    add('--num_processes', type=int, metavar='N', help='number of processes on all hosts')
+    add('--process_id', type=int, metavar='I', help='number of this process, from 0')
     for name, text in {
-        'start_seconds': 'to wait for the other processes',
-        'heartbeat_seconds': 'without a sign of life, after which a process is dead',
-        'watchdog_seconds': 'without a step, a batch or a save, after which a process exits',
+        'start_seconds': 'time to wait for the other processes (default: %(default)g)',
+        'heartbeat_seconds': 'silence after which a process counts as dead (default: %(default)g)',
+        'watchdog_seconds': 'exit if no step, batch or save ends in time (default: %(default)g)',
     }.items():
-        text = f'{text} ({getattr(Launch, name):g})'
         add(f'--{name}', type=float, default=getattr(Launch, name), metavar='S', help=text)
 
 
 def launch(arguments: argparse.Namespace) -> Launch:
-    """Returns the Launch of the arguments of `add_launch`."""
+    """Returns the Launch that the arguments of `add_launch` describe."""
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Launch)}
     return Launch(**values | {'distributed': arguments.distributed == 'auto'})
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of a program that loads a model and shows it images."""
-    parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help='(32)')
-    text = f'pixels of the largest image ({MAX_PIXELS:,})'
+    """Adds the flags of programs that load a model and run it on images."""
+    text = 'images per batch (default: 32)'
+    parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help=text)
+    text = f'reject images with more pixels (default: {MAX_PIXELS:,})'
     parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)
     add_overrides(parser)
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `vit_jax.load`: facts that a file may lack, and changes."""
-    add = parser.add_argument_group('facts that the checkpoint may lack').add_argument
-    add('--grid', type=_pair, metavar='H,W', help='grid of its position embeddings, in patches')
-    add('--num_heads', type=positive, metavar='N', help='attention heads')
+    """Adds flags for the arguments of `vit_jax.load` that complete or change a checkpoint."""
+    add = parser.add_argument_group('properties that the checkpoint does not state').add_argument
+    add('--grid', type=_pair, metavar='H,W', help='grid of the position embeddings, in patches')
+    add('--num_heads', type=positive, metavar='N', help='number of attention heads')
     add('--gelu', choices=['tanh', 'exact', 'quick'], help='formula of the GELU in MLPs')
-    add('--layer_norm_epsilon', type=float, metavar='E', help='added to the variance in norms')
-    add('--head', metavar='FILE.py:FUNCTION', help='the function that made its custom head')
-    add = parser.add_argument_group('changes of the model').add_argument
-    add('--image_size', type=_pair, metavar='H,W', help='in pixels; positions are resized')
-    add('--patch_size', type=_pair, metavar='H,W', help='in pixels; the embedding is resized')
+    add('--layer_norm_epsilon', type=float, metavar='E', help='added to the variance in LayerNorm')
+    add('--head', metavar='FILE.py:FUNCTION', help='function that creates the custom head')
+    add = parser.add_argument_group('changes to the model').add_argument
+    add('--image_size', type=_pair, metavar='H,W', help='in pixels; resizes position embeddings')
+    add('--patch_size', type=_pair, metavar='H,W', help='in pixels; resizes the patch embedding')
 
 
 def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the given arguments of `add_overrides`."""
+    """Returns the arguments of `add_overrides` that are set."""
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
     values['head'] = arguments.head and config_files.load_function(arguments.head)
@@ -269,14 +271,14 @@ def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def positive(text: str) -> int:
-    """Parses a whole number of at least 1."""
+    """Parses a positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a whole number of at least 1')
+        raise argparse.ArgumentTypeError(f'{text!r}: expected a positive integer')
     return int(text)
 
 
 def local_path(text: str) -> str:
-    """Parses a path on a disk, where results can be written."""
+    """Parses a path on a disk; rejects URLs."""
     if is_remote(text):
         raise argparse.ArgumentTypeError(f'{text!r}: expected a path on a disk')
     return text
@@ -289,17 +291,16 @@ def _pixels(text: str) -> int:
 
 
 def _steps(text: str) -> range:
-    """Parses `10:15`, the steps from the state after step 10 to that after step 15."""
+    """Parses `10:15`, which stands for steps 11 to 15: the range from state 10 to state 15."""
     first, _, last = text.partition(':')
     if not (re.fullmatch('[0-9]+:[0-9]+', text) and int(first) < int(last)):
-        expected = 'FIRST:LAST, two steps of which the first is smaller, such as 10:15'
-        raise argparse.ArgumentTypeError(f'{text!r}: expected {expected}')
+        raise argparse.ArgumentTypeError(f'{text!r}: expected N:M with N < M, such as 10:15')
     return range(int(first), int(last))
 
 
 def _pair(text: str) -> tuple[int, int]:
     """Parses `384` or `384,256`."""
     if not re.fullmatch(r'\d+(,\d+)?', text):
-        raise argparse.ArgumentTypeError(f'{text!r} is neither HEIGHT,WIDTH nor one number')
+        raise argparse.ArgumentTypeError(f'{text!r}: expected HEIGHT,WIDTH or one number')
     sides = [int(side) for side in text.split(',')]
     return sides[0], sides[-1]

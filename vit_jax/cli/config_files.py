@@ -1,4 +1,4 @@
-"""Finds and executes the file of `--config=FILE:ARGUMENT`."""
+"""Reads the configuration file of `--config=FILE:ARGUMENT`."""
 
 import contextlib
 import difflib
@@ -13,14 +13,14 @@ from typing import Any
 from vit_jax.base import MissingFile, UserError, records, require, usable
 from vit_jax.config import TrainConfig, read_config
 
-_PACKAGE = pathlib.Path(__file__).parents[1]  # which has configs/ too
-_MODULE = 'config_config'  # the name of a configuration as a module
+_PACKAGE = pathlib.Path(__file__).parents[1]  # contains configs/ in an installed package
+_MODULE = 'config_config'  # module name under which configuration files are executed
 
 
 def read(given: str, kind: type[Any] = TrainConfig) -> Any:
     """Reads the TrainConfig or Study of FILE.py, FILE.py:ARGUMENT or WORKDIR/config.json.
 
-    Raises UserError if there is none, and for wrong fields and values in it.
+    Raises UserError if the file or its get_config() is missing, or for wrong fields and values.
     """
     path, *argument = given.split(':', 1)
     file = _find(path)
@@ -28,7 +28,7 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
         return _read_json(file, kind)
     with _add_line(path, file):
         module = _execute(file)
-        require(callable(getattr(module, 'get_config', None)), 'it defines no get_config()')
+        require(callable(getattr(module, 'get_config', None)), 'expected a function get_config()')
         config = _call(module, argument)
         text = f'get_config() returned {type(config).__name__}; expected {kind.__name__}'
         require(isinstance(config, kind), text)
@@ -36,10 +36,10 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
 
 
 def load_function(given: str) -> Any:
-    """Returns the function of `FILE.py:FUNCTION`. Raises UserError if there is none."""
+    """Loads the function of `FILE.py:FUNCTION`. Raises UserError if it does not exist."""
     path, _, name = given.rpartition(':')
     file = pathlib.Path(path)
-    require(file.is_file(), f'--head={given}: expected FILE.py:FUNCTION, of a file that exists')
+    require(file.is_file(), f'--head={given}: no such file; expected FILE.py:FUNCTION')
     with _add_line(path, file):
         values = vars(_execute(file))
     functions = [name for name, value in values.items() if callable(value)]
@@ -49,32 +49,32 @@ def load_function(given: str) -> Any:
 
 
 def _find(path: str) -> pathlib.Path:
-    """Finds a file in the current folder, or in the configs/ of this package."""
+    """Finds a file relative to the current folder, to this package or to its configs/."""
     for file in (pathlib.Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path):
         if file.is_file():
             return file
-    own = (file.relative_to(_PACKAGE) for file in (_PACKAGE / 'configs').rglob('*.py'))
-    files = sorted({*own, *pathlib.Path(path).parent.glob('*.py')})
+    recipes = (file.relative_to(_PACKAGE) for file in (_PACKAGE / 'configs').rglob('*.py'))
+    files = sorted({*recipes, *pathlib.Path(path).parent.glob('*.py')})
     close = difflib.get_close_matches(pathlib.Path(path).stem, [file.stem for file in files], n=1)
     similar = ' or '.join(repr(str(file)) for file in files if file.stem in close)
     hint = f'did you mean {similar}?' if similar else records.nearest(path, map(str, files))
-    raise MissingFile(f'--config={path}: no such file, here or in {_PACKAGE}; {hint}')
+    raise MissingFile(f'--config={path}: no such file here or in {_PACKAGE}; {hint}')
 
 
 def _execute(file: pathlib.Path) -> types.ModuleType:
-    """Executes a configuration as a module, which may import files of its folder."""
+    """Executes a Python file as a module, which may import other files of its folder."""
     module = types.ModuleType(_MODULE)
     module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # dataclasses and typing look for names there
+    sys.modules[module.__name__] = module  # dataclasses and typing look up names there
     sys.path += {str(file.parent.absolute())} - {*sys.path}
-    # An import would write byte code into the folder.
+    # An import would write bytecode into the folder.
     code = compile(file.read_bytes(), str(file), 'exec', dont_inherit=True)
     exec(code, vars(module))
     return module
 
 
 def _call(module: types.ModuleType, argument: list[str]) -> Any:
-    """Calls get_config(). Raises UserError if it does not know the argument, or needs one."""
+    """Calls get_config(). Raises UserError if the argument is missing, unexpected or unknown."""
     arguments = getattr(module, 'ARGUMENTS', ())
     try:
         inspect.signature(module.get_config).bind(*argument)
@@ -87,13 +87,13 @@ def _call(module: types.ModuleType, argument: list[str]) -> Any:
     except Exception as error:
         if argument and arguments and argument[0] not in arguments:
             nearest = records.nearest(argument[0], arguments)
-            raise UserError(f'no argument {argument[0]!r}; {nearest}') from error
+            raise UserError(f'unknown argument {argument[0]!r}; {nearest}') from error
         raise
 
 
 @contextlib.contextmanager
 def _add_line(path: str, file: pathlib.Path) -> Iterator[None]:
-    """Names the file and its line in a UserError; other errors keep Python's traceback."""
+    """Adds the file and the line to a UserError raised within; other exceptions pass through."""
     try:
         yield
     except UserError as error:
@@ -104,7 +104,7 @@ def _add_line(path: str, file: pathlib.Path) -> Iterator[None]:
 
 
 def _read_json(file: pathlib.Path, kind: type[Any]) -> Any:
-    """Reads the configuration of a work directory, whose functions are names only."""
+    """Reads the config.json of a work directory, in which functions are stored as names only."""
     try:
         with usable(file):
             return records.from_dict(kind, read_config(file), where='config')

@@ -1,6 +1,6 @@
-"""`--config=FILE:ARGUMENT` and `--config.FIELD=VALUE`: a configuration from a command line.
+"""Builds a configuration from the flags `--config=FILE:ARGUMENT` and `--config.FIELD=VALUE`.
 
-The text of a value is parsed as the field's type demands. The records check whether it makes sense.
+A value is parsed according to the type of its field. The records validate it.
 """
 
 import ast
@@ -23,14 +23,14 @@ _BOOLEANS = {'true': True, '1': True, 'false': False, '0': False}
 
 
 def expand_home(argument: str) -> str:
-    """Expands ~ at the start of an argument, and after `--FLAG=`, where bash does not."""
+    """Expands ~ at the start of an argument and after `--FLAG=`, where bash does not expand it."""
     flag = re.match(r'(--?[\w.]+=)?', argument)
     end = flag.end() if flag else 0
     return argument[:end] + os.path.expanduser(argument[end:])
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separates overrides, as `FIELD=VALUE`, from all other arguments.
+    """Returns the overrides among the arguments, as `FIELD=VALUE`, and all other arguments.
 
     An override is `--config.FIELD=VALUE`, `--config.FIELD VALUE`, or `--config.FIELD` for true.
     """
@@ -49,17 +49,17 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> Any:
-    """Reads the configuration `FILE` or `FILE:ARGUMENT`, and sets each `FIELD=VALUE` in this order.
+    """Reads the configuration `FILE` or `FILE:ARGUMENT` and applies each `FIELD=VALUE` in order.
 
-    Raises UserError that names a wrong field or value.
+    Raises UserError for unknown fields and wrong values.
     """
     return apply_overrides(config_files.read(file, kind), overrides, where='config')
 
 
 def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
-    """Returns a checked copy of the record in which each `FIELD=VALUE` is assigned."""
-    record = records.checked(record, where=where)  # a file may use its records several times
-    units: dict[str, str] = {}  # that are given of each duration
+    """Returns a validated copy of the record with each `FIELD=VALUE` assigned."""
+    record = records.checked(record, where=where)  # a file may use a record in several places
+    units: dict[str, str] = {}  # the unit that is set for each Duration
     for override in overrides:
         path, _, text = override.partition('=')
         holder, options = _find_field(record, path, where=where)
@@ -73,7 +73,7 @@ def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
         parent, _, name = path.rpartition('.')
         if isinstance(holder, Duration):
             other = units.setdefault(parent, name)
-            require(other == name, f'{where}.{path}: {where}.{parent}.{other} is given too')
+            require(other == name, f'{where}.{path}: {where}.{parent}.{other} is also set')
         if isinstance(holder, records.Record):
             holder.override(name, value)
         else:
@@ -82,25 +82,25 @@ def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
 
 
 def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the holder of a field, a record or a dict, and the possible types of the field.
+    """Returns the record or dict that contains a field, and the possible types of the field.
 
-    Raises UserError with the nearest name if there is no such field.
+    Raises UserError with the most similar name if the field does not exist.
     """
     value, options = record, (type(record),)
     for name in path.split('.'):
         holder = value
         kinds = records.record_types(options if holder is None else [type(holder)])
-        known = dict(hint for kind in kinds.values() for hint in records.hints(kind).items())
+        fields = dict(hint for kind in kinds.values() for hint in records.hints(kind).items())
         if isinstance(holder, dict):
-            known = {key: type(item) for key, item in holder.items()}
-        if name not in known:
-            text = config_help.suggest(type(record), name, known)
+            fields = {key: type(item) for key, item in holder.items()}
+        if name not in fields:
+            text = config_help.suggest(type(record), name, fields)
             if holder == {}:
-                text = f"""there is none; --{where}="{{{name!r}: {{}}}}" makes one"""
+                text = f"""to add it, set --{where}="{{{name!r}: {{}}}}" first"""
             raise UserError(f'{where}.{name}: no such field; {text}')
         if holder is None:
-            raise UserError(f'{where} is none: --{where}={" or ".join(kinds)} before its fields')
-        options = records.alternatives(known[name])
+            raise UserError(f'{where}: not set; set --{where}={" or ".join(kinds)} first')
+        options = records.alternatives(fields[name])
         value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
         if value is None and Duration in options:
             value = Duration(steps=0)  # until one of its units is assigned
@@ -110,10 +110,10 @@ def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, 
 
 
 def _parse(text: str, options: tuple[Any, ...], *, where: str) -> Any:
-    """Parses the text of a field that has one of these types."""
+    """Parses the text of a field that may have any of these types."""
     choices = [name for option in options for name in typing.get_args(option)]
     if text.lower() == 'none' and 'none' not in choices:
-        require(type(None) in options, f'{where}=none: this field needs a value')
+        require(type(None) in options, f'{where}=none: this field cannot be None')
         return None
     if tuple[int, int] in options and (sides := re.fullmatch(r'(\d+)\s*[xX×]\s*(\d+)', text)):
         raise UserError(f'{where}={text}: expected {sides[1]},{sides[2]}')

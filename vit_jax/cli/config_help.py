@@ -1,4 +1,4 @@
-"""Help about the fields of a configuration, and hints for wrong names and values."""
+"""Help texts about the fields of a configuration, and hints in messages about wrong ones."""
 
 import dataclasses
 import difflib
@@ -15,7 +15,7 @@ from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 
 _WIDTH = 96
-# Names of other programs (timm, transformers, keras) that do not resemble the name of the field.
+# Names in other libraries (timm, transformers, keras) that do not resemble the field's name.
 SYNONYMS = {
     'start_from': 'pretrained finetune init_from',
     'image_size': 'resolution',
@@ -37,15 +37,15 @@ SYNONYMS = {
 
 
 def describe_fields(cls: type[Record]) -> str:
-    """Returns types, defaults and meanings of all fields, in a section for each record."""
+    """Describes type, default and meaning of all fields, with a section for each record."""
     return '\n\n'.join(_describe_record(kind, paths) for kind, paths in places(cls).items())
 
 
 def comments(cls: type[Record]) -> dict[str, str]:
-    """Returns the comments on the lines of each field of a record, inherited fields too."""
+    """Returns the comments of a record's fields by name, including inherited fields."""
     texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
-        name = ''  # of the field that a line belongs to
+        name = ''  # the field that a line belongs to
         for line in inspect.getsource(owner).splitlines():
             if field := re.match(r' {4}(\w+): ', line):
                 name = field[1]
@@ -58,20 +58,20 @@ def comments(cls: type[Record]) -> dict[str, str]:
 
 
 def paths(cls: type[Record]) -> list[str]:
-    """Returns the path of each field within a record: `FIELD.FIELD`."""
+    """Returns the paths of all fields within a record, such as `config.model.depth`."""
     holders = [(path, kind) for kind, owned in places(cls).items() for path in owned]
     return [f'{path}.{name}' for path, kind in holders for name in records.hints(kind)]
 
 
 def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
-    """Ends an error message about a name that is none of the `known` flags or fields.
+    """Returns the end of an error message about a name that is not among the `known` names.
 
-    The name may be another program's name for a field of the record `cls`, a field in another
-    record within it, or a misspelled one.
+    Suggests a field of the record `cls` if the name is another library's name for it, its name
+    without its path, or misspelled.
     """
     if cls is None:
         return records.nearest(name, known)
-    # The first of several fields with the same name; a known name rather than another field.
+    # Prefers the first of several fields with the same name, and a known name to any field.
     flags = {path.rpartition('.')[2]: f'--{path}' for path in reversed(paths(cls))}
     for field, words in SYNONYMS.items():
         flag = next((f'--{path}' for path in paths(cls) if path.endswith(f'.{field}')), None)
@@ -82,7 +82,7 @@ def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
 
 
 def suggest_field(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
-    """Ends an error message about a number or a word in place of a record: what to set instead."""
+    """Returns the end of an error message about a number or word where a record is expected."""
     if len(kinds) > 1:
         choices = ' or '.join(f'--{where}={kind.__name__}' for kind in kinds)
         variant = '; in a file, model=vit_jax.models.variant(NAME) sets the architecture'
@@ -95,10 +95,10 @@ def suggest_field(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
 
 
 def places(cls: type[Record]) -> dict[type[Record], list[str]]:
-    """Returns each kind of record within this one, itself first, and the fields that hold it."""
+    """Returns the record classes within this one, itself first, and the paths of each."""
     by_kind = {cls: ['config']}
     waiting = [cls]
-    for holder in waiting:  # which grows
+    for holder in waiting:  # the loop appends to it
         for name, hint in records.hints(holder).items():
             for option in records.alternatives(hint):
                 of_many = typing.get_origin(option) is dict
@@ -113,7 +113,7 @@ def places(cls: type[Record]) -> dict[type[Record], list[str]]:
 
 
 def _describe_record(kind: Any, paths: list[str]) -> str:
-    """Returns the fields of a record with their types, defaults and comments."""
+    """Describes the fields of a record: type, default and comment."""
     lines = [textwrap.fill(', '.join(f'--{path}.FIELD' for path in paths), _WIDTH)]
     owners = [owner for owner in kind.__mro__ if issubclass(owner, Record) and owner is not Record]
     meaning = '\n\n'.join(inspect.cleandoc(owner.__doc__ or '') for owner in owners)

@@ -1,4 +1,4 @@
-"""Standard output and error: closed pipes, log lines, and text from files."""
+"""Standard output and standard error: closed pipes, log lines, progress bars, escaped text."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 
 class _Outlasting:
-    """A text stream that becomes the null device when it cannot be written any more."""
+    """A text stream that is redirected to /dev/null once writing to it fails."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -30,45 +30,45 @@ class _Outlasting:
 
 
 def outlive_readers() -> None:
-    """Keeps the program running when stdout or stderr is closed, as by `| head -1`."""
+    """Keeps the program running after stdout or stderr is closed, as by `| head -1`."""
     for name in 'stdout', 'stderr':
-        stream = getattr(sys, name) or open(os.devnull, 'w')  # None: closed from the start
+        stream = getattr(sys, name) or open(os.devnull, 'w')  # None: closed when Python started
         setattr(sys, name, _Outlasting(stream))
 
 
 def progress(**options: Any) -> Progress:
-    """Returns progress bars on stderr, which are shown on a terminal only."""
+    """Returns progress bars on stderr, shown only on a terminal."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     return Progress(console=console, disable=not sys.stderr.isatty(), **options)
 
 
 def printable(text: str) -> str:
-    """Escapes control characters, so that a name cannot move the cursor or add a line."""
+    """Escapes control characters, so that a file name cannot move the cursor or add a line."""
     return re.sub('[\x00-\x1f\x7f-\x9f]', lambda match: repr(match[0])[1:-1], text)
 
 
 def report_unreadable(problems: Sequence[str], total: int) -> int:
-    """Prints which of `total` images cannot be read; returns the exit code, 1 if there are any."""
+    """Prints these messages about unreadable images; returns the exit code, 1 if there are any."""
     for problem in sorted(problems):
         print(f'unreadable: {printable(problem)}', file=sys.stderr)
     if problems:
-        print(f'{len(problems):,} of {total:,} images cannot be read, left out', file=sys.stderr)
+        print(f'{len(problems):,} of {total:,} images cannot be read; skipped', file=sys.stderr)
     return 1 if problems else 0
 
 
 def log_in_lines() -> None:
-    """Prints each warning as a line on stderr, and leaves errors to the program."""
+    """Configures logging: warnings are lines on stderr; the program itself reports errors."""
     for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
         logging.addLevelName(level, logging.getLevelName(level).lower())
     logging.basicConfig(level=logging.WARNING, format='%(levelname)s: %(message)s', force=True)
-    # orbax logs an error for each array that it cannot write; the first is raised anyway.
+    # orbax logs an error for each array that it cannot write, and also raises the first one.
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger('jax._src.xla_bridge').addFilter(_without_stack)
-    logging.getLogger('huggingface_hub').propagate = False  # it prints its warnings itself
+    logging.getLogger('huggingface_hub').propagate = False  # has its own handler
 
 
 def _without_stack(record: logging.LogRecord) -> bool:
-    """Shortens to one line what jax logs about a plugin that it cannot load."""
+    """Drops the traceback of jax's message about a plugin that it cannot load."""
     record.exc_info = record.exc_text = None
     return True

@@ -1,1 +1,1 @@
-"""From stored images to batches on the devices."""
+"""Data pipeline: from stored images to augmented batches on the devices."""

@@ -1,21 +1,22 @@
 """Augments training batches on the device: flips, shifts, RandAugment, erasing, MixUp, CutMix.
 
-The random numbers of an example depend on (seed, epoch, example) alone, not on its batch,
-processes, devices or threads. Mixing takes a second example, its neighbor in the batch.
+The random numbers of an example depend only on (seed, epoch, example), not on its batch, or on
+processes, devices or threads. MixUp and CutMix mix an example with its neighbor in the batch.
 
-RandAugment (Cubuk et al. 2019) runs as in the AugReg and big_vision recipes: `layers` times one of
-sixteen operations, drawn evenly, at one magnitude. Every operation is a step in one of four passes:
-pixels move (one affine gather), values go through a table of 256 entries by channel, the image is
-blended with another one, a square is cut out. So a batch of all is one batched program. What is odd
-in the original is kept, because recipes were tuned with it; the last is a choice
-(`RandAugment.contrast`):
+RandAugment (Cubuk et al. 2019) follows the AugReg and big_vision recipes: it applies `layers`
+operations at one magnitude, each drawn uniformly from sixteen. To run a batch with different
+operations as one vectorized program, every image goes through four passes, and each operation acts
+in one of them: an affine gather of pixels, a table of 256 values per channel, a blend with another
+image, and a square that is cut out. Quirks of the original are kept, because recipes were tuned
+with them; the last one is optional (`RandAugment.contrast`):
 
-- a magnitude above 10 is not clipped: 15 and 20 extrapolate the ranges;
-- posterize and solarize grow weaker with the magnitude, and at magnitude 0 they are at their
-  strongest, so that two layers at magnitude 0 are not nothing;
-- the enhancing operations only ever strengthen above magnitude 5; shears and rotations have a sign;
-- a chosen operation is always applied: the probability that the original draws has no effect;
-- contrast was measured from the number of pixels instead of their mean gray.
+- A magnitude above 10 is not clipped: 15 and 20 extrapolate the ranges.
+- Posterize and solarize get weaker with the magnitude. They are strongest at magnitude 0, so two
+  layers at magnitude 0 do change images.
+- Color, contrast, brightness and sharpness only increase above magnitude 5. The signs of shears,
+  rotations and translations are random.
+- A drawn operation is always applied: the probability that the original draws has no effect.
+- Contrast is scaled around the number of pixels / 256 instead of the mean gray value.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 from vit_jax.base import Array, Batch, Float, Int, Key, Record, UInt8, require_between
 from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing, Size
 
-# "How to train your ViT?" (AugReg): RandAugment layers and magnitude, MixUp's alpha.
+# RandAugment's layers and magnitude, and MixUp's alpha ("How to train your ViT?", AugReg).
 AUGREG = {
     'none': (0, 0.0, 0.0),
     'light1': (2, 0.0, 0.0),
@@ -43,30 +44,30 @@ AUGREG = {
 Image = UInt8[Array, 'h w 3']
 Index = Int[Array, '']
 _ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
-# Your own augmentation: (key, batch) -> batch, of uint8 images as the preprocessing crops them.
-# The key is the same at every step: use `example_keys(key, batch)`, or fold in epoch and example.
-# Images may become floats of 0 to 255, and labels rows (b k).
+# A custom augmentation (key, batch) -> batch. The batch has uint8 images as the preprocessing crops
+# them. The key is the same at every step: use `example_keys(key, batch)`, or fold in epoch and
+# example. The function may return float images of 0 to 255, and labels as rows (b k).
 AugmentFunction = Callable[[Key[Array, ''], Batch], Batch]
-# What a key of an example is for; the layers of RandAugment fold in more.
+# Purposes of random numbers, folded into an example's key; RandAugment also folds in the layer.
 _SHIFT, _FLIP, _RANDAUGMENT, _ERASE, _MIX = range(5)
 Contrast = Literal['mean', 'pixel_count']
 OPERATIONS = tuple(
     'auto_contrast equalize invert rotate posterize solarize color contrast brightness sharpness '
     'shear_x shear_y translate_x translate_y cutout solarize_add'.split()
 )
-GRAY = 128  # what fills uncovered pixels
-_SIDE = 224  # the image side for which lengths in pixels are given
+GRAY = 128  # fill value of pixels without a source
+_SIDE = 224  # image side to which the following lengths refer
 _TRANSLATE, _CUTOUT = 100, 40  # pixels at magnitude 10
 _LUMINANCE = 0.2989, 0.587, 0.114
 
 
 @dataclasses.dataclass(kw_only=True)
 class RandAugment(Record):
-    """Number and magnitude of the operations, which the paper writes as (2, 15)."""
+    """Number and magnitude of the operations, which the AugReg paper writes as (2, 15)."""
 
-    layers: int = 0  # operations on an image
-    magnitude: float = 10.0  # of each operation; 1 is up to 3 degrees of rotation
-    contrast: Contrast = 'mean'  # from the mean gray, as Pillow, or pixels / 256, as the original
+    layers: int = 0  # operations per image
+    magnitude: float = 10.0  # strength of each operation; 1 rotates by 3 degrees
+    contrast: Contrast = 'mean'  # gray level that stays: mean (Pillow), or pixels / 256 (original)
 
     def check(self) -> None:
         require_between(self, 'layers', 'magnitude', low=0)
@@ -74,21 +75,21 @@ class RandAugment(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class Augmentation(Record):
-    """Random changes to training images, in the order in which they are applied.
+    """Random changes to training images. The fields are in the order of application.
 
-    `crop` replaces the preprocessing's, on the host; the rest runs on the device. `erasing` is the
-    probability that a rectangle becomes noise (Zhong et al. 2017). `mixup` (Zhang et al. 2017) and
-    `cutmix` (Yun et al. 2019) are the alpha of the Beta(alpha, alpha) from which the weight of
-    another image and its label is drawn; 0 is none. With both, a coin decides for each example.
+    `crop` replaces the preprocessing's crop and runs on the host; the rest runs on the device.
+    `erasing` is the probability of random erasing (Zhong et al. 2017). `mixup` (Zhang et al. 2017)
+    and `cutmix` (Yun et al. 2019) set alpha of Beta(alpha, alpha), from which the weight of the
+    second image and its label is drawn. If both are set, each example uses one of them at random.
     """
 
-    crop: Crop | None = None  # None: the preprocessing's
-    shift_pixels: int = 0  # the largest shift, in each direction
-    flip: bool = False  # left to right, with probability 1/2
-    randaugment: RandAugment = dataclasses.field(default_factory=RandAugment)  # 0 layers: none
-    erasing: float = 0.0  # the probability that a rectangle becomes noise
-    mixup: float = 0.0  # alpha of Beta(alpha, alpha), the weight of another image; 0: none
-    cutmix: float = 0.0  # likewise, of the area of another image; 0: none
+    crop: Crop | None = None  # crop on the host; None: the preprocessing's crop
+    shift_pixels: int = 0  # largest shift in each direction
+    flip: bool = False  # flip left to right with probability 1/2
+    randaugment: RandAugment = dataclasses.field(default_factory=RandAugment)  # 0 layers: off
+    erasing: float = 0.0  # probability that a rectangle is replaced by noise
+    mixup: float = 0.0  # alpha of Beta(alpha, alpha) for the weight of the second image; 0: off
+    cutmix: float = 0.0  # alpha of Beta(alpha, alpha) for the area of the second image; 0: off
 
     def check(self) -> None:
         require_between(self, 'erasing', low=0, high=1)
@@ -96,16 +97,16 @@ class Augmentation(Record):
 
 
 def augreg(level: str) -> Augmentation:
-    """Returns an Inception crop, flips, the original RandAugment and MixUp of an AUGREG level."""
+    """Returns the augmentation of an AugReg level: Inception crop, flips, RandAugment and MixUp."""
     layers, magnitude, mixup = AUGREG[level]
     strength = RandAugment(layers=layers, magnitude=magnitude, contrast='pixel_count')
     return Augmentation(crop=InceptionCrop(), flip=True, randaugment=strength, mixup=mixup)
 
 
 def host_crop(augmentation: Augmentation | AugmentFunction, preprocessing: Preprocessing) -> Crop:
-    """Returns the crop of training images on the host: the augmentation's, if it has one."""
-    own = augmentation.crop if isinstance(augmentation, Augmentation) else None
-    return own or preprocessing.crop
+    """Returns the crop of training images: the augmentation's if set, else the preprocessing's."""
+    crop = augmentation.crop if isinstance(augmentation, Augmentation) else None
+    return crop or preprocessing.crop
 
 
 def augment(
@@ -115,10 +116,16 @@ def augment(
     *,
     targets_of: Callable[[Array], Float[Array, 'b k']],
 ) -> Batch:
-    """Augments a batch, as a function of (key, epoch, example).
+    """Augments a batch; the result depends only on the key and on the epoch and index of examples.
 
-    Images stay uint8 and labels as they are; with mixing, images become float32 of 0 to 255 and
-    labels the rows (b k) that `targets_of` returns for them, mixed.
+    With MixUp or CutMix, images become float32 of 0 to 255 and labels become mixed targets.
+    Otherwise images stay uint8 and labels do not change.
+
+    Args:
+      key: The same key at every step.
+      batch: A batch, as in loading.py.
+      config: The augmentation.
+      targets_of: Converts labels (b or b k) to targets (b k), which MixUp and CutMix mix.
     """
     if not isinstance(config, Augmentation):
         return config(key, batch)
@@ -129,7 +136,7 @@ def augment(
         return batch
     size = images.shape[1], images.shape[2]
     own = jax.vmap(lambda key: _draw_own_weight(jax.random.fold_in(key, _MIX), config, size))(keys)
-    own = jnp.where(jnp.roll(batch['mask'], 1)[:, None, None], own, 1.0)  # no image to mix with
+    own = jnp.where(jnp.roll(batch['mask'], 1)[:, None, None], own, 1.0)  # the neighbor is masked
     return batch | {
         'images': _mix(images.astype(jnp.float32), own[..., None]),
         'labels': _mix(targets_of(batch['labels']), own.mean(axis=(1, 2))[:, None]),
@@ -137,7 +144,7 @@ def augment(
 
 
 def example_keys(key: Key[Array, ''], batch: Batch) -> Key[Array, 'b']:
-    """Returns one key for each example of the batch, by its epoch and index in the data set."""
+    """Returns a key for each example, derived from its epoch and its index in the data set."""
     of_epoch = jax.vmap(jax.random.fold_in, (None, 0))(key, batch['epoch'])
     return jax.vmap(jax.random.fold_in)(of_epoch, batch['example'])
 
@@ -158,7 +165,7 @@ def _augment_image(key: Key[Array, ''], image: Image, config: Augmentation) -> I
 
 
 def _erase(key: Key[Array, ''], image: Image, probability: float) -> Image:
-    """Replaces a rectangle of random area, aspect and place by noise."""
+    """Replaces a rectangle of random area, aspect ratio and position by noise."""
     size = image.shape[0], image.shape[1]
     coin, area_key, aspect_key, place, noise = jax.random.split(key, 5)
     least, most = _ERASED_AREA
@@ -173,11 +180,12 @@ def _erase(key: Key[Array, ''], image: Image, probability: float) -> Image:
 
 
 def _draw_own_weight(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array, 'h w']:
-    """Draws an image's own weight at each pixel: one number (MixUp), or 0 in a box (CutMix)."""
+    """Draws an image's own weight per pixel: constant for MixUp, 0 in a box for CutMix."""
     mixup_key, cutmix_key, place, coin = jax.random.split(key, 4)
     if config.mixup:
         own = jax.random.beta(mixup_key, config.mixup, config.mixup)
-        mixed = jnp.full(size, jnp.maximum(own, 1 - own))  # else two images may end up as one
+        # Weights of at least 1/2, or two neighbors could both become the same image.
+        mixed = jnp.full(size, jnp.maximum(own, 1 - own))
     if config.cutmix:
         cut = 1 - jax.random.beta(cutmix_key, config.cutmix, config.cutmix)
         half = jnp.sqrt(cut) * jnp.asarray(size) / 2
@@ -193,14 +201,14 @@ def _mix(values: Float[Array, 'b ...'], own: Float[Array, 'b ...']) -> Float[Arr
 
 
 def _box_mask(corner: Float[Array, '2'], opposite: Float[Array, '2'], size: Size) -> Array:
-    """Returns which pixels (h w) lie between two corners, the second one excluded."""
+    """Returns a mask (h w) of the pixels in the box from `corner` to `opposite` (exclusive)."""
     rows, columns = map(jnp.arange, size)
     in_rows = (rows >= corner[0]) & (rows < opposite[0])
     return in_rows[:, None] & (columns >= corner[1]) & (columns < opposite[1])
 
 
 def randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image:
-    """Applies `layers` operations drawn from the key."""
+    """Applies `config.layers` randomly drawn operations."""
     for layer in range(config.layers):
         choice, rest = jax.random.split(jax.random.fold_in(key, layer))
         chosen = jax.random.randint(choice, (), 0, len(OPERATIONS))
@@ -211,11 +219,11 @@ def randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image
 def operate(
     key: Key[Array, ''], image: Image, operation: Index, *, magnitude: float, contrast: Contrast
 ) -> Image:
-    """Applies one operation, an index of OPERATIONS; the key decides sign and place."""
+    """Applies the operation with this index in OPERATIONS; the key sets its sign and position."""
     sign_key, place_key = jax.random.split(key)
     sign = jnp.where(jax.random.bernoulli(sign_key), 1.0, -1.0)
     level = magnitude / 10
-    factor = 0.1 + 1.8 * level  # of an enhancing operation: 1 leaves the image as it is
+    factor = 0.1 + 1.8 * level  # of color, contrast, brightness and sharpness; 1: unchanged
     image = _warp(image, operation, sign * magnitude / 10)
     tables = _make_tables(image, operation, level, factor, contrast)
     image = jnp.stack([tables[c][image[..., c]] for c in range(3)], axis=-1).astype(jnp.uint8)
@@ -227,7 +235,7 @@ def _is(operation: Index, name: str) -> Array:
 
 
 def _warp(image: Image, operation: Index, level: Float[Array, '']) -> Image:
-    """Rotates, shears or translates: each pixel is fetched from its source; gray from outside."""
+    """Rotates, shears or translates by fetching each pixel from its source; gray if outside."""
     height, width, _ = image.shape
     angle = jnp.where(_is(operation, 'rotate'), jnp.deg2rad(30 * level), 0.0)
     shear_x = jnp.where(_is(operation, 'shear_x'), 0.3 * level, 0.0)
@@ -237,7 +245,7 @@ def _warp(image: Image, operation: Index, level: Float[Array, '']) -> Image:
 
     y, x = jnp.meshgrid(jnp.arange(height) * 1.0, jnp.arange(width) * 1.0, indexing='ij')
     middle_y, middle_x = (height - 1) / 2, (width - 1) / 2
-    dy, dx = y - middle_y, x - middle_x  # a rotation keeps the middle, a shear the corner
+    dy, dx = y - middle_y, x - middle_x  # rotations fix the center, shears the top left corner
     from_x = middle_x + jnp.cos(angle) * dx - jnp.sin(angle) * dy + shear_x * y + shift_x
     from_y = middle_y + jnp.sin(angle) * dx + jnp.cos(angle) * dy + shear_y * x + shift_y
     row, column = jnp.rint(from_y).astype(int), jnp.rint(from_x).astype(int)
@@ -249,7 +257,7 @@ def _warp(image: Image, operation: Index, level: Float[Array, '']) -> Image:
 def _make_tables(
     image: Image, operation: Index, level: float, factor: float, contrast: Contrast
 ) -> Int[Array, '3 256']:
-    """Returns the new value of each value 0 to 255 of each channel."""
+    """Returns a lookup table from old to new values, 0 to 255, for each channel."""
     value = jnp.arange(256)
     bits = max(0, 8 - int(level * 4))
     added = jnp.clip(value + int(level * 110), 0, 255)
@@ -276,7 +284,7 @@ def _make_tables(
 
 
 def _stretch_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
-    """Returns the table that maps the least value to 0 and the greatest to 255."""
+    """Returns the table that maps the smallest value to 0 and the largest to 255."""
     low, high = values.min().astype(jnp.float32), values.max().astype(jnp.float32)
     value = jnp.arange(256)
     stretched = (value - low) * (255 / jnp.maximum(1.0, high - low))
@@ -284,7 +292,7 @@ def _stretch_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
 
 
 def _equalize_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
-    """Returns the table that makes all values about equally frequent."""
+    """Returns the table of a histogram equalization."""
     counts = jnp.zeros(256, jnp.int32).at[values].add(1)
     step = (values.size - counts[values.max()]) // 255
     before = jnp.cumsum(counts) - counts
@@ -293,7 +301,7 @@ def _equalize_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
 
 
 def _blend(image: Image, operation: Index, factor: float) -> Image:
-    """Extrapolates from gray (color) or from a smoothed image (sharpness)."""
+    """Extrapolates away from a gray image (color) or a smoothed image (sharpness)."""
     is_color, pixels = _is(operation, 'color'), image.astype(jnp.float32)
     other = jnp.where(is_color, _luminance(image)[..., None], _smooth(pixels))
     amount = jnp.where(is_color | _is(operation, 'sharpness'), factor, 1.0)
@@ -301,7 +309,7 @@ def _blend(image: Image, operation: Index, factor: float) -> Image:
 
 
 def _smooth(pixels: Float[Array, 'h w 3']) -> Float[Array, 'h w 3']:
-    """Averages each pixel and its neighbors with weights 5 to 1; the edge stays."""
+    """Averages each pixel and its 8 neighbors with weights 5 and 1; edge pixels stay unchanged."""
     height, width, _ = pixels.shape
     if min(height, width) < 3:
         return pixels
@@ -312,7 +320,7 @@ def _smooth(pixels: Float[Array, 'h w 3']) -> Float[Array, 'h w 3']:
 
 
 def _cut_out(key: Key[Array, ''], image: Image, operation: Index, level: float) -> Image:
-    """Cuts out a gray square around a point anywhere in the image."""
+    """Replaces a square around a random point by gray, for the operation `cutout`."""
     height, width, _ = image.shape
     center = jax.random.uniform(key, (2,)) * jnp.asarray([height, width]) - 0.5
     half = int(level * _CUTOUT / _SIDE * min(height, width))
@@ -322,11 +330,11 @@ def _cut_out(key: Key[Array, ''], image: Image, operation: Index, level: float) 
 
 
 def _luminance(image: Image) -> Float[Array, 'h w']:
-    """Returns the luminance in whole levels."""
+    """Returns the luminance, rounded to integers."""
     red, green, blue = (image[..., c] * weight for c, weight in enumerate(_LUMINANCE))
     return jnp.floor(red + green + blue + 0.5)
 
 
 def _to_8_bits(values: Float[Array, '...']) -> Int[Array, '...']:
-    """Clips to 0 to 255 and drops fractions, as the original and Pillow do."""
+    """Clips to 0 to 255 and truncates to integers, as the original and Pillow do."""
     return jnp.clip(values, 0, 255).astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""Decodes stored images of any format, or a region of a JPEG, into RGB pixels.
+"""Decodes encoded images, or a region of a JPEG, to RGB pixels.
 
-The libraries that decode are imported where they are used: the model and the update step need none.
+Decoding libraries are imported inside functions because the model and the update step need none.
 """
 
 import contextlib
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
 Image = UInt8[np.ndarray, '_ _ 3']
-# More than any camera's single shot (200 megapixels); 0.8 GB as decoded RGB.
+# The default limit: larger than the image of any camera (200 megapixels); 0.8 GB as RGB.
 MAX_PIXELS = 2**28
-MOST_PIXELS = 2**30  # the largest limit a user may set
-# Supported formats, by Pillow's names for them.
+MOST_PIXELS = 2**30  # the largest limit that a user may set
+# Supported formats, by Pillow's names.
 _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF', 'HEIF'
-# Pillow decodes the others. OpenCV multiplies the colors of TIFF by the transparency, replaces the
-# colors of transparent pixels of GIF, reads no CMYK of JPEG 2000, and scales no PPM.
+# Pillow decodes the other formats: OpenCV multiplies the colors of TIFF by alpha, replaces the
+# colors of transparent GIF pixels, cannot read CMYK in JPEG 2000, and does not scale PPM to 8 bits.
 _BY_OPENCV = 'PNG', 'BMP', 'WEBP'
 _HEIC_BRANDS = b'heic', b'heix', b'heim', b'heis', b'hevc', b'mif1', b'msf1'  # after `ftyp`
-HEIC_REMEDY = 'pip install pillow-heif to read them, or convert them to JPEG'
-_ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # tags of EXIF and TIFF
-_EXIF_WITHIN = 2**16 + 64  # bytes: the first segments of a file, of at most 64 KiB each
-# By orientation: the stored image is transposed, then its rows or columns are reversed.
+HEIC_REMEDY = 'pip install pillow-heif to read HEIC photos, or convert them to JPEG'
+_ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # EXIF and TIFF tags
+_EXIF_WITHIN = 2**16 + 64  # bytes that are searched for EXIF; a JPEG segment has up to 64 KiB
+# EXIF orientations for which the stored image is transposed, then has its rows or columns reversed.
 _TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
-Region = tuple[int, int, int, int]  # top, left, height and width
-# Chooses a region of an image of this height and width, and how much smaller it may be decoded.
+Region = tuple[int, int, int, int]  # top, left, height, width
+# Maps the (height, width) of an image to a region, and the factor by which it may be reduced.
 ChooseRegion = Callable[[tuple[int, int]], tuple[Region, int]]
 
 
 class Header(NamedTuple):
-    """Pillow's name of a format, and the size of the image in pixels, as it is stored."""
+    """The format (Pillow's name) and the size in pixels of an image as it is stored."""
 
     kind: str
     height: int
     width: int
-    is_plain_jpeg: bool = False  # simplejpeg decodes it
+    is_plain_jpeg: bool = False  # True: simplejpeg can decode it
 
 
 def read_header(stored: bytes, max_pixels: int = MAX_PIXELS) -> Header:
     """Reads the header of an encoded image.
 
-    Raises UserError if the format is not supported, or the image has more than `max_pixels`.
+    Raises UserError if the format is not supported or the image has more than `max_pixels` pixels.
     """
     require(len(stored) > 0, 'the file is empty')
     header = _read_jpeg_header(stored) if is_jpeg(stored) else None
@@ -58,12 +58,12 @@ def read_header(stored: bytes, max_pixels: int = MAX_PIXELS) -> Header:
         header = Header(image.format, image.height, image.width)
     if header.height * header.width > max_pixels:
         size = f'{header.width:,} x {header.height:,} pixels'
-        raise UserError(f'{size}, more than max_pixels={max_pixels:,}: set that higher to read it')
+        raise UserError(f'{size}; expected at most {max_pixels:,}; raise max_pixels to read it')
     return header
 
 
 def is_jpeg(stored: bytes | np.ndarray) -> TypeGuard[bytes]:
-    """Whether these are the bytes of a JPEG, by its first two."""
+    """Returns whether the bytes start like a JPEG."""
     return isinstance(stored, bytes) and stored.startswith(b'\xff\xd8')
 
 
@@ -72,15 +72,15 @@ def _read_jpeg_header(stored: bytes) -> Header | None:
 
     try:
         height, width, color_space, _ = simplejpeg.decode_jpeg_header(stored)
-    except ValueError:  # Pillow judges what it cannot read
+    except ValueError:  # Pillow decides whether the image is damaged
         return None
-    is_plain = color_space not in ('CMYK', 'YCCK')  # which libraries convert differently
+    is_plain = color_space not in ('CMYK', 'YCCK')  # libraries convert these differently
     return Header('JPEG', height, width, is_plain)
 
 
 @functools.cache
 def _pillow() -> Any:
-    """Returns Pillow's `Image`, with all formats that are installed."""
+    """Returns the module PIL.Image with all installed formats registered."""
     from PIL import Image
 
     with contextlib.suppress(ImportError):
@@ -92,46 +92,52 @@ def _pillow() -> Any:
 
 
 def open_with_pillow(stored: bytes) -> Any:
-    """Opens an image with Pillow, which decodes it when its pixels are requested.
+    """Opens an image with Pillow, which decodes it lazily.
 
-    Calls Pillow's function for the format, not `PIL.Image.open`: that does not say why a function
-    failed, and its limit of pixels holds for the whole process, so it is not ours to change. TIFF
-    and WebP still enforce that limit (179 million pixels by default).
+    Calls Pillow's function for the format instead of `PIL.Image.open`, which hides the reason of a
+    failure and has a process-wide pixel limit, which a library should not change. TIFF and WebP
+    still enforce that limit (179 million pixels by default).
 
-    Raises UserError if the format is not supported, or the start of the image is damaged.
+    Raises UserError if the format is not supported or the start of the image is damaged.
     """
     formats = {kind: _pillow().OPEN[kind] for kind in _FORMATS if kind in _pillow().OPEN}
-    fault = f'not a whole image of a supported format; expected {", ".join(formats)}'
+    fault = f'damaged, or not a supported format; expected {", ".join(formats)}'
     for kind, (open_image, accepts) in formats.items():
         try:
             if accepts(stored[:16]):
                 return open_image(io.BytesIO(stored), '')
-        except Exception as error:  # of many kinds
+        except Exception as error:  # Pillow raises many exception types
             fault = _describe_damage(kind, error)
     is_heic = stored[4:8] == b'ftyp' and stored[8:12] in _HEIC_BRANDS
-    raise UserError(f'a HEIC photo: {HEIC_REMEDY}' if is_heic and 'HEIF' not in formats else fault)
+    raise UserError(f'a HEIC photo; {HEIC_REMEDY}' if is_heic and 'HEIF' not in formats else fault)
 
 
 def _describe_damage(kind: str, error: Exception) -> str:
-    return f'not a whole image, or a kind of {kind} that is not supported: {error}'
+    return f'damaged, or a variant of {kind} that is not supported ({error})'
 
 
 @functools.cache
 def formats_by_ending() -> dict[str, str]:
-    """The formats by the endings of their files' names, `.jpg`."""
-    endings = _pillow().registered_extensions()
-    return {ending: kind for ending, kind in endings.items() if kind in _FORMATS}
+    """Returns the supported formats by file extension, such as `.jpg`."""
+    formats = _pillow().registered_extensions()
+    return {extension: kind for extension, kind in formats.items() if kind in _FORMATS}
 
 
 def decode(
     stored: bytes | np.ndarray, *, exif_rotation: bool, max_pixels: int = MAX_PIXELS
 ) -> Image:
-    """Returns the RGB image, 8 bits a channel, of an encoded file's bytes or of a uint8 array.
+    """Decodes an image to RGB with 8 bits per channel.
 
-    Gray, CMYK, 16-bit and palette images become RGB; transparency is dropped, and the color of a
-    transparent pixel is the stored one. The format is taken from the bytes, not from a file name.
-    Raises UserError for bytes that are not a complete image, and, before anything is decoded, for
-    one of more than `max_pixels`.
+    Converts gray, CMYK, 16-bit and palette images to RGB. Drops transparency: a transparent pixel
+    keeps its stored color. Detects the format from the bytes, not from a file name.
+
+    Args:
+      stored: The bytes of an encoded file, or a uint8 array (h w), (h w 1) or (h w 3).
+      exif_rotation: Whether to apply the EXIF orientation.
+      max_pixels: The most pixels that the image may have; checked before decoding.
+
+    Raises:
+      UserError: If the bytes are not a complete image, or the image has too many pixels.
     """
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
@@ -140,7 +146,7 @@ def decode(
     if header.is_plain_jpeg:
         import simplejpeg
 
-        with contextlib.suppress(ValueError):  # Pillow judges what it cannot read
+        with contextlib.suppress(ValueError):  # Pillow decides whether the image is damaged
             image = simplejpeg.decode_jpeg(stored)
             return turn_upright(image, read_orientation(stored) if exif_rotation else 1)
     if header.kind in _BY_OPENCV:
@@ -155,23 +161,23 @@ def decode(
         return to_rgb(open_with_pillow(stored), exif_rotation=exif_rotation)
     except UserError:
         raise
-    except Exception as error:  # of many kinds
+    except Exception as error:  # Pillow raises many exception types
         raise UserError(_describe_damage(header.kind, error)) from error
 
 
 def read_orientation(stored: bytes) -> int:
-    """Returns how a JPEG is stored by its EXIF, 1 (upright) to 8; 1 if its EXIF is damaged."""
+    """Returns the EXIF orientation of a JPEG, 1 (upright) to 8; 1 if its EXIF is damaged."""
     if stored.find(b'Exif\0', 0, _EXIF_WITHIN) < 0:
         return 1
-    with contextlib.suppress(Exception):  # of many kinds
+    with contextlib.suppress(Exception):  # Pillow raises many exception types
         orientation = open_with_pillow(stored).getexif().get(_ORIENTATION)
         return orientation if orientation in range(1, 9) else 1
     return 1
 
 
 def turn_upright(image: Image, orientation: int) -> Image:
-    """Turns an image that is stored in an orientation of EXIF."""
-    import cv2  # a tenth of numpy's time
+    """Turns an image that is stored in this EXIF orientation upright."""
+    import cv2  # takes a tenth of numpy's time
 
     if orientation in _TRANSPOSED:
         image = cv2.transpose(image)
@@ -183,23 +189,23 @@ def turn_upright(image: Image, orientation: int) -> Image:
 
 
 def to_rgb(image: 'PillowImage', *, exif_rotation: bool) -> Image:
-    """Returns the RGB pixels of a Pillow image, by the rules of `decode`."""
+    """Returns the RGB pixels of a Pillow image, converted as `decode` describes."""
     from PIL import ImageOps
 
     is_16_bit = image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PPM')
     if image.mode == 'F' or (image.mode.startswith('I') and not is_16_bit):
-        kind = f"float, signed or 32-bit numbers (Pillow's mode {image.mode})"
-        raise UserError(f'{kind} are not supported; expected 8 or 16 bits a channel, unsigned')
+        kind = f"float, signed or 32-bit pixels (Pillow's mode {image.mode})"
+        raise UserError(f'{kind} are not supported; expected unsigned, 8 or 16 bits per channel')
     if image.format == 'TIFF':
         tags: Any = image.tag_v2  # type: ignore[attr-defined]
         misread = tags.get(_PLANAR) == 2 or tags.get(_PHOTOMETRIC) == 0
         if misread and max(tags.get(_BITS, (8,))) == 16:
-            text = 'with 16 bits a channel, and separate planes or 0 for white'
-            raise UserError(f'TIFF {text}, is not supported; expected chunky RGB, or 8 bits')
-        if not exif_rotation:  # Pillow turns it when it loads the pixels
+            text = 'a 16-bit TIFF with planar configuration 2 or WhiteIsZero is not supported'
+            raise UserError(f'{text}; expected interleaved RGB with black as 0, or 8 bits')
+        if not exif_rotation:  # else Pillow rotates the image when it loads the pixels
             image.getexif().pop(_ORIENTATION, None)
     image = ImageOps.exif_transpose(image) if exif_rotation else image
-    if is_16_bit:  # `convert` makes white of all that is above 255
+    if is_16_bit:  # `convert` would clip values above 255 to white
         high = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(high[..., None], 3, axis=-1)
     return np.asarray(image.convert('RGB'))
@@ -207,11 +213,11 @@ def to_rgb(image: 'PillowImage', *, exif_rotation: bool) -> Image:
 
 @functools.cache
 def region_decoder() -> Any:
-    """Returns the module that decodes regions, or None if it is not built or fails to load.
+    """Returns the module vit_jax.data.jpeg_region, or None if it is not built or fails to load.
 
-    It is built from jpeg_region.c by `pip install` if there are a C compiler and the headers of
-    libjpeg-turbo 2.1 or newer. No package on PyPI does the same: of the decoders that crop while
-    they decode, nvImageCodec 0.9 returns gray pixels for damaged data without an error.
+    `pip install` builds it from jpeg_region.c if there are a C compiler and the headers of
+    libjpeg-turbo 2.1 or newer. No package on PyPI can replace it: nvImageCodec 0.9 also crops while
+    decoding, but returns gray pixels for damaged data without an error.
     """
     with contextlib.suppress(ImportError):
         return importlib.import_module('vit_jax.data.jpeg_region')
@@ -219,11 +225,11 @@ def region_decoder() -> Any:
 
 
 def describe_decoder() -> str:
-    """Describes how the crops of JPEGs for training are decoded here."""
+    """Describes in a sentence how training crops of JPEGs are decoded in this installation."""
     if region_decoder() is not None:
-        return f'of a JPEG only the crop is decoded, by libjpeg-turbo {region_decoder().version}'
+        return f'decodes only the crop of a JPEG, with libjpeg-turbo {region_decoder().version}'
     needs = 'a C compiler and the headers of libjpeg-turbo 2.1 (Debian: libjpeg62-turbo-dev)'
-    return f'JPEGs are decoded whole: with {needs} pip install builds a decoder of crops alone'
+    return f'decodes whole JPEGs; to decode only crops, install {needs} and reinstall vit_jax'
 
 
 def decode_region(
@@ -234,20 +240,19 @@ def decode_region(
     max_pixels: int = MAX_PIXELS,
     to_end: bool = True,
 ) -> Image:
-    """Decodes a region of an image: the pixels that `decode` returns there, or its errors.
+    """Decodes a region of an image, with the same pixels and errors as `decode`.
 
-    With a `region_decoder` pixels outside of the region of a JPEG are not computed.
+    With a `region_decoder`, the pixels of a JPEG outside the region are not computed.
 
     Args:
-      stored: An encoded file's bytes, or a uint8 array.
-      choose: Returns a region of the upright image, and a reduction of 1, 2, 4 or 8; is called
-        once. A JPEG is decoded that much smaller on each side: each of its pixels is made of as
-        many frequencies as it can show. A region that does not end with whole pixels of the smaller
-        image is a little larger.
-      exif_rotation: Whether the image is turned upright.
+      stored: The bytes of an encoded file, or a uint8 array.
+      choose: Maps the (height, width) of the upright image to a region of it and a reduction of 1,
+        2, 4 or 8; is called once. Each side of a JPEG is decoded smaller by this factor, in the
+        frequency domain. The region is extended to whole pixels of the smaller image.
+      exif_rotation: Whether to apply the EXIF orientation.
       max_pixels: The most pixels that the whole image may have.
-      to_end: Whether to look for damage below the region of a JPEG, which takes an eighth of the
-        time for a photo of 0.1 MB.
+      to_end: Whether to detect damage below the region of a JPEG, which takes an eighth of the time
+        for a photo of 0.1 MB.
     """
     region = None
     if is_jpeg(stored) and (header := read_header(stored, max_pixels)).is_plain_jpeg:
@@ -264,7 +269,7 @@ def decode_region(
 
 
 def cut(image: Image, region: Region) -> Image:
-    """Returns a region of decoded pixels."""
+    """Returns this region of decoded pixels."""
     top, left, rows, columns = region
     return image[top : top + rows, left : left + columns]
 
@@ -272,7 +277,7 @@ def cut(image: Image, region: Region) -> Image:
 def _as_stored(
     region: Region, shape: tuple[int, int], orientation: int, reduction: int
 ) -> tuple[Region, tuple[int, int]]:
-    """Returns the region and shape of an upright image as it is stored, and decoded smaller."""
+    """Converts a region and the shape of an upright image to the stored, reduced image."""
     top, left, rows, columns = region
     bottom, right = -(-(top + rows) // reduction), -(-(left + columns) // reduction)
     top, left = top // reduction, left // reduction
@@ -290,7 +295,10 @@ def _as_stored(
 def _decode_jpeg_region(
     stored: bytes, region: Region, shape: tuple[int, int], *, reduction: int, to_end: bool
 ) -> Image | None:
-    """Returns a region of an image of this shape; None if it is damaged anywhere or has 12 bits."""
+    """Decodes a region of a JPEG that has this shape when reduced.
+
+    Returns None if the JPEG is damaged anywhere or has 12 bits per channel.
+    """
     if region_decoder() is not None:
         pixels = np.empty((*region[2:], 3), np.uint8)
         is_whole = region_decoder().decode_into(stored, pixels, region, reduction, to_end)

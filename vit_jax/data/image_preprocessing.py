@@ -1,6 +1,6 @@
-"""Crops or resizes images on the host to the size of the model, and scales their pixels.
+"""Crops and resizes images on the host to the model's image size, and normalizes pixels.
 
-OpenCV and Pillow are imported where they are used: the model and the update step need neither.
+OpenCV and Pillow are imported inside functions because the model and the update step need neither.
 """
 
 import dataclasses
@@ -14,42 +14,43 @@ import numpy as np
 from vit_jax.base import Array, Float, Num, Record, require, require_between
 from vit_jax.data.image_decoding import MAX_PIXELS, Image, Region, cut, decode, decode_region
 
-# `bilinear` is OpenCV's INTER_LINEAR, as in the paper's code: no smoothing before an image shrinks.
-# The others are Pillow's, as in PyTorch's image processors, which smooth.
+# `bilinear` is OpenCV's INTER_LINEAR without antialiasing, as in the paper's code. The others are
+# Pillow's methods with antialiasing, as in PyTorch's image processors.
 ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias', 'lanczos_antialias']
 NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]
-Sides = tuple[Any, Any]  # a size too, perhaps of numbers that jax traces
+Sides = tuple[Any, Any]  # a size whose numbers may be traced by jax
 
 
 @dataclasses.dataclass(kw_only=True)
 class Resize(Record):
-    """The whole image resized without keeping its aspect, as in the paper's evaluation."""
+    """Resizes the whole image without keeping its aspect ratio, as in the paper's evaluation."""
 
     random: ClassVar[bool] = False
-    resize: ResizeMethod = 'bilinear'  # the others average what is made smaller
+    resize: ResizeMethod = 'bilinear'  # the other methods use antialiasing
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         return _resized(image, size, self.resize)
 
     def placement(self, shape: Sides, size: Size) -> tuple[Sides, Sides]:
-        """Returns the size that an image of this shape is resized to, and the crop's corner."""
+        """Returns the resized size of an image of this shape, and the top left of the crop."""
         return size, (0, 0)
 
 
 @dataclasses.dataclass(kw_only=True)
 class CentralCrop(Record):
-    """The image resized to just cover `scale` times the size, then its middle.
+    """Resizes the image to just cover `scale` times the image size, and crops its center.
 
-    Sizes are rounded to the nearest pixel, and the place of the crop down. Other libraries round
-    sizes down; timm, like torchvision, rounds the place of the crop to the nearest even pixel.
+    With `rounding='nearest'`, sizes are rounded to the nearest pixel and the position of the crop
+    is rounded down. timm and transformers round sizes down. timm, like torchvision, rounds the
+    position of the crop to the nearest pixel, and a half to the even one.
     """
 
     random: ClassVar[bool] = False
-    scale: float = 256 / 224  # of the resized image to the crop
-    keep_aspect: bool = True  # False: resized to exactly `scale` times the size (big_vision probes)
-    resize: ResizeMethod = 'bilinear'  # the others average what is made smaller
-    rounding: Literal['nearest', 'timm', 'transformers'] = 'nearest'  # of sizes to pixels
+    scale: float = 256 / 224  # ratio of the resized image to the crop
+    keep_aspect: bool = True  # False: resize to exactly `scale` times the size (big_vision probes)
+    resize: ResizeMethod = 'bilinear'  # the other methods use antialiasing
+    rounding: Literal['nearest', 'timm', 'transformers'] = 'nearest'  # how sizes are rounded
 
     def check(self) -> None:
         require_between(self, 'scale', low=1, high=16)
@@ -60,34 +61,34 @@ class CentralCrop(Record):
         return image[top : top + size[0], left : left + size[1]]
 
     def placement(self, shape: Sides, size: Size) -> tuple[Sides, Sides]:
-        """Returns the size that an image of this shape is resized to, and the crop's corner."""
+        """Returns the resized size of an image of this shape, and the top left of the crop."""
         resized = self.larger(shape, size)
         spare = resized[0] - size[0], resized[1] - size[1]
         top, left = (_rounded(n, 2) if self.rounding == 'timm' else n // 2 for n in spare)
         return resized, (top, left)
 
     def larger(self, old: Sides, size: Size) -> Sides:
-        """Returns the size that an image of the size `old` is resized to before it is cropped."""
-        # The scale is a quotient: a product just below a whole number is that number.
+        """Returns the size to which an image of size `old` is resized before cropping."""
+        # `scale` is a quotient such as 256 / 224, so a product may be just below a whole number.
         nearest = self.rounding == 'nearest'
         rounded = round if nearest else lambda side: math.floor(round(side, 6))
         height, width = rounded(size[0] * self.scale), rounded(size[1] * self.scale)
         if not self.keep_aspect:
             return height, width
-        if self.rounding == 'transformers':  # the shorter side, whatever the shape of the crop
+        if self.rounding == 'transformers':  # it scales the shorter side, for any shape of crop
             height = width = max(min(height, width), *size)
-        # timm's ResizeKeepRatio, used for sizes that are no squares, rounds to the nearest.
+        # timm uses ResizeKeepRatio for sizes that are not square, which rounds to the nearest.
         nearest |= self.rounding == 'timm' and height != width
         return _covering(old, (height, width), _rounded if nearest else operator.floordiv)
 
 
 @dataclasses.dataclass(kw_only=True)
 class RandomCrop(Record):
-    """A crop at a random place of the resized image: 384 of 448 pixels in the paper's transfers."""
+    """Crops the resized image at a random place: 384 of 448 pixels in the paper's fine-tuning."""
 
     random: ClassVar[bool] = True
-    scale: float = 448 / 384  # of the resized image to the crop
-    keep_aspect: bool = True  # False: resized to exactly `scale` times the size, as in BiT
+    scale: float = 448 / 384  # ratio of the resized image to the crop
+    keep_aspect: bool = True  # False: resize to exactly `scale` times the size, as in BiT
 
     def check(self) -> None:
         require_between(self, 'scale', low=1)
@@ -104,17 +105,17 @@ class RandomCrop(Record):
 
 @dataclasses.dataclass(kw_only=True)
 class InceptionCrop(Record):
-    """A region of random area and aspect, resized to the size (Szegedy et al. 2015).
+    """Crops a region of random area and aspect ratio, and resizes it (Szegedy et al. 2015).
 
-    With `reduced`, a JPEG is decoded at a half, a quarter or an eighth of its size if at least
-    2 x 2 pixels are left for each of the result. Only large photos change: for a result of 224
-    pixels, regions of 896 and more.
+    With `reduced`, a JPEG is decoded at 1/2, 1/4 or 1/8 of its size if that leaves at least 2 x 2
+    pixels for each pixel of the result. Only large photos change: at an image size of 224, regions
+    of 896 pixels and more.
     """
 
     random: ClassVar[bool] = True
-    area: tuple[float, float] = (0.05, 1.0)  # as a fraction of the image's
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height
-    reduced: bool = True  # decode a large JPEG at a half, a quarter or an eighth of its size
+    area: tuple[float, float] = (0.05, 1.0)  # range of the region's fraction of the image
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # range of width / height
+    reduced: bool = True  # decode a large JPEG at 1/2, 1/4 or 1/8 of its size
 
     def check(self) -> None:
         require_between(self, 'area', above=0, high=1)
@@ -128,11 +129,11 @@ class InceptionCrop(Record):
         return _resized(cut(image, self.region(image.shape[:2], rng)), size, 'bilinear')
 
     def region(self, shape: Size, rng: np.random.Generator) -> Region:
-        """Draws the top, left, height and width of a part of an image of this shape.
+        """Draws the top, left, height and width of a region of an image of this shape.
 
-        As TensorFlow's `sample_distorted_bounding_box` in the paper's code: first the aspect, then
-        the height, uniformly among those that give a legal area and fit into the image. After 100
-        attempts without one, it is the whole image.
+        Follows TensorFlow's `sample_distorted_bounding_box`, as in the paper's code: draws the
+        aspect ratio, then the height, uniformly among the heights with a legal area that fit into
+        the image. Returns the whole image after 100 failed attempts.
         """
         height, width = shape
         for _ in range(100):
@@ -149,11 +150,11 @@ class InceptionCrop(Record):
         return 0, 0, height, width
 
     def reduction(self, region: Size, size: Size) -> int:
-        """Returns 1, 2, 4 or 8: how much smaller a JPEG is decoded for this region and result."""
+        """Returns the factor 1, 2, 4 or 8 by which a JPEG is reduced to decode this region."""
         if not self.reduced:
             return 1
-        larger = min(side // (2 * wanted) for side, wanted in zip(region, size, strict=True))
-        return next((n for n in (8, 4, 2) if n <= larger), 1)
+        most = min(side // (2 * target) for side, target in zip(region, size, strict=True))
+        return next((n for n in (8, 4, 2) if n <= most), 1)
 
 
 Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
@@ -163,25 +164,25 @@ Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
 class Preprocessing(Record):
     """How a stored image becomes the model's input (see `normalize`); saved in checkpoints."""
 
-    crop: Crop = dataclasses.field(default_factory=Resize)  # how it gets the model's size
-    exif_rotation: bool = True  # False: the camera's rotation is ignored, as in the original code
-    mean: tuple[float, float, float] = (127.5, 127.5, 127.5)  # of 0..255, subtracted
-    std: tuple[float, float, float] = (127.5, 127.5, 127.5)  # then divided by
+    crop: Crop = dataclasses.field(default_factory=Resize)  # how images get the model's image size
+    exif_rotation: bool = True  # False: ignore the EXIF orientation, as in the original code
+    mean: tuple[float, float, float] = (127.5, 127.5, 127.5)  # subtracted from RGB of 0 to 255
+    std: tuple[float, float, float] = (127.5, 127.5, 127.5)  # divides the difference
 
     def check(self) -> None:
-        require(not self.crop.random, 'crop: random crops are for augmentation.crop')
+        require(not self.crop.random, 'crop: random; set random crops with augmentation.crop')
         require_between(self, 'mean', low=0, high=255)
         require_between(self, 'std', low=0.1, high=10_000)
-        for name in 'mean', 'std':  # of pixels: at least 1, or 0 where nothing is subtracted
+        for name in 'mean', 'std':  # at least 1 in pixel values, or a mean of 0
             values = getattr(self, name)
-            scale = 'expected a scale of 0 to 255, not of 0 to 1; multiply by 255'
+            scale = 'expected values for pixels of 0 to 255, not 0 to 1; multiply by 255'
             require(max(values) > 0.95 or not any(values), f'{name}={values}: {scale}')
 
 
 def normalize(
     images: Num[NumpyOrJax, '... c'], preprocessing: Preprocessing
 ) -> Float[NumpyOrJax, '... c']:
-    """Maps pixels of 0 to 255 to the model's float32 input: (value - mean) / std by channel."""
+    """Maps pixels of 0 to 255 to the model's float32 input: (pixel - mean) / std per channel."""
     mean, std = (np.asarray(v, np.float32) for v in (preprocessing.mean, preprocessing.std))
     return (images.astype(np.float32) - mean) / std
 
@@ -196,21 +197,29 @@ def decode_and_crop(
     max_pixels: int = MAX_PIXELS,
     to_end: bool = True,
 ) -> Image:
-    """Returns the crop of the decoded image, `crop(decode(stored), size, rng)`.
+    """Decodes and crops an image; returns `crop(decode(stored), size, rng)`.
 
-    Decodes no more of a JPEG than an InceptionCrop keeps, to the same bits and with the same
-    errors; but a large one at a smaller size, see `InceptionCrop.reduced`. Damage below the crop is
-    found only if a JPEG is read `to_end`, which is not needed for one that is known to be whole.
+    For an InceptionCrop, decodes only the region of a JPEG, with the same pixels and errors, except
+    that large JPEGs may be decoded at a smaller size (see `InceptionCrop.reduced`).
+
+    Args:
+      stored: The bytes of an encoded file, or uint8 pixels.
+      crop: The crop.
+      size: The (height, width) of the result.
+      rng: The source of randomness; None for crops that are not random.
+      exif_rotation: Whether to apply the EXIF orientation.
+      max_pixels: The most pixels that the whole image may have.
+      to_end: Whether to detect damage below the region of a JPEG.
     """
-    how: dict[str, Any] = {'exif_rotation': exif_rotation, 'max_pixels': max_pixels}
+    options: dict[str, Any] = {'exif_rotation': exif_rotation, 'max_pixels': max_pixels}
     if not isinstance(crop, InceptionCrop) or rng is None:
-        return crop(decode(stored, **how), size, rng)
+        return crop(decode(stored, **options), size, rng)
 
     def choose(shape: Size) -> tuple[Region, int]:
         region = crop.region(shape, rng)
         return region, crop.reduction(region[2:], size)
 
-    return _resized(decode_region(stored, choose, to_end=to_end, **how), size, 'bilinear')
+    return _resized(decode_region(stored, choose, to_end=to_end, **options), size, 'bilinear')
 
 
 def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
@@ -227,7 +236,7 @@ def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
 
 
 def _covering(shape: Sides, size: Size, divided: Callable[[Any, Any], Any]) -> Sides:
-    """The smallest size of the aspect of `shape` that covers `size`."""
+    """Returns the smallest size with the aspect ratio of `shape` that covers `size`."""
     (height, width), (rows, columns) = shape, size
     return (
         _larger(rows, divided(columns * height, width)),
@@ -236,11 +245,11 @@ def _covering(shape: Sides, size: Size, divided: Callable[[Any, Any], Any]) -> S
 
 
 def _rounded(number: Any, divisor: Any) -> Any:
-    """`round(number / divisor)` of whole numbers, which jax may trace."""
+    """Computes `round(number / divisor)` of integers that jax may trace."""
     quotient, rest = number // divisor, number % divisor
-    return quotient + (2 * rest + quotient % 2 > divisor)  # a half is rounded to the even number
+    return quotient + (2 * rest + quotient % 2 > divisor)  # rounds a half to the even number
 
 
 def _larger(one: Any, other: Any) -> Any:
-    """`max` of numbers that jax may trace."""
+    """Computes `max(one, other)` of integers that jax may trace."""
     return one + (other - one) * (other > one)

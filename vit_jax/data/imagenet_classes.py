@@ -1,7 +1,7 @@
-"""ImageNet's 1,000 classes (ILSVRC 2012) as networks number them: their WordNet ids and names.
+"""WordNet ids and names of ImageNet's 1,000 classes (ILSVRC 2012), in the order of class numbers.
 
-imagenet_classes.txt has a line for each, in the order of the ids: `n01440764 tench, Tinca tinca`.
-The names are the words of WordNet 3.0 (Princeton University), as transformers' networks have them.
+imagenet_classes.txt has a line for each class, sorted by id: `n01440764 tench, Tinca tinca`. The
+names are the words of WordNet 3.0 (Princeton University), as in transformers' models.
 """
 
 import functools
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 _FILE = pathlib.Path(__file__).with_suffix('.txt')
-# In the name of a file of a network that was trained or fine-tuned on it.
+# Matches file names of models that were trained or fine-tuned on ImageNet-1k.
 _SAID = re.compile(r'imagenet[-_]?(2012|1k)(?!\d)|ilsvrc[-_]?2012|[._-]in1k', re.IGNORECASE)
 
 
@@ -21,22 +21,25 @@ def _names_by_id() -> dict[str, str]:
 
 
 def ids() -> tuple[str, ...]:
-    """The WordNet ids: `n01440764` is of class 0."""
+    """Returns the WordNet ids: class 0 is `n01440764`."""
     return tuple(_names_by_id())
 
 
 def names() -> tuple[str, ...]:
-    """The names: `tench, Tinca tinca` is that of class 0. `crane` is there twice."""
+    """Returns the names: class 0 is `tench, Tinca tinca`. Two classes have the name `crane`."""
     return tuple(_names_by_id().values())
 
 
 def is_said_by(name: str) -> bool:
-    """Does the name of a file say that its network has these classes?"""
+    """Returns whether a file name says that the model has ImageNet's classes."""
     return _SAID.search(name) is not None
 
 
 def are(class_names: Sequence[str]) -> bool:
-    """Are a network's classes these, in this order? Lists differ in a few words, not in most."""
+    """Returns whether class names are ImageNet's, in this order.
+
+    More than half of the names must match, because published lists differ in a few words.
+    """
     if len(class_names) != len(names()):
         return False
     same = sum(

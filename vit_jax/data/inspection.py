@@ -1,4 +1,4 @@
-"""Inspects stored images before training: counts per class, defects."""
+"""Inspects images before training: counts per class, unreadable and duplicate images."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ from vit_jax.data.loading import ImageReader
 
 
 class Known(NamedTuple):
-    """A readable image: the digest of its bytes, and the names of its classes."""
+    """A readable image: the digest of its bytes, class names, format and (height, width)."""
 
     digest: bytes
     classes: list[str]
@@ -26,15 +26,15 @@ class Known(NamedTuple):
 
 @dataclasses.dataclass
 class Scan:
-    """What was found in the images of one split, as in the program's data.json."""
+    """Summary of the images of a split, as vit_jax.inspect_data writes it to data.json."""
 
     images: int
-    classes: dict[str, int]  # images of each class
+    classes: dict[str, int]  # number of images per class
     formats: dict[str, int] = dataclasses.field(default_factory=dict)
-    unreadable: list[str] = dataclasses.field(default_factory=list)  # messages, with the name
-    misnamed: list[str] = dataclasses.field(default_factory=list)  # the ending of another format
+    unreadable: list[str] = dataclasses.field(default_factory=list)  # NAME: reason
+    misnamed: list[str] = dataclasses.field(default_factory=list)  # NAME: format; wrong extension
     duplicates: list[str] = dataclasses.field(default_factory=list)  # NAME = OTHER: equal bytes
-    contradictory: list[str] = dataclasses.field(default_factory=list)  # the same in other classes
+    contradictory: list[str] = dataclasses.field(default_factory=list)  # duplicates, other classes
     height: list[int] = dataclasses.field(default_factory=list)  # minimum, median, maximum
     width: list[int] = dataclasses.field(default_factory=list)  # in pixels; empty without images
 
@@ -46,9 +46,13 @@ def scan(
     *,
     known: dict[str, Known],
 ) -> Scan:
-    """Reads, decodes and crops every image of a source once; `done(1)` is called after each.
+    """Reads, decodes and crops every image of a source once.
 
-    `known` holds the images of earlier scans by name, and gets these too.
+    Args:
+      reader: The reader of the source.
+      pool: The threads that read.
+      done: Is called with 1 after each image.
+      known: The images of earlier scans by name, to find duplicates; this scan adds its images.
     """
     source = reader.source
     result = Scan(len(source), dict.fromkeys(source.class_names, 0))
@@ -72,8 +76,8 @@ def scan(
                 result.contradictory.append(f'{name} ({classes}) = {other} ({others})')
         formats[image.format] += 1
         sizes.append(image.size)
-        ending = os.path.splitext(name)[1].lower()
-        if image.format not in ('array', formats_by_ending().get(ending, image.format)):
+        extension = os.path.splitext(name)[1].lower()
+        if image.format not in ('array', formats_by_ending().get(extension, image.format)):
             result.misnamed.append(f'{name}: {image.format}')
     result.formats = dict(formats.most_common())
     if sizes:
@@ -83,7 +87,7 @@ def scan(
 
 
 def _examine(reader: ImageReader, index: int) -> Known | str:
-    """Returns an image, or why it cannot be used."""
+    """Returns the properties of an image, or the reason why it is unreadable."""
     source, most = reader.source, reader.max_pixels
     try:
         stored, label = source.read(index)

@@ -1,4 +1,4 @@
-/* A region of a JPEG by libjpeg-turbo, which computes no pixel outside of it: image_decoding.py. */
+/* Decodes only a region of a JPEG with libjpeg-turbo, for image_decoding.py. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -8,13 +8,13 @@
 #include <jpeglib.h>
 
 #if !defined(LIBJPEG_TURBO_VERSION_NUMBER) || LIBJPEG_TURBO_VERSION_NUMBER < 2001000
-#error "expected libjpeg-turbo 2.1 or newer, whose pixels are those of simplejpeg"
+#error "expected libjpeg-turbo 2.1 or newer, which decodes the same pixels as simplejpeg"
 #endif
 
 #define TEXT(number) #number
 #define VERSION(number) TEXT(number)
 
-/* Columns beside the region: the smooth upsampling of colors looks at neighbors. */
+/* Extra columns on each side of the region, because smooth chroma upsampling reads neighbors. */
 #define MARGIN 16
 
 typedef struct {
@@ -24,7 +24,7 @@ typedef struct {
 
 static void leave(j_common_ptr info) { longjmp(((Errors *)info->err)->out, 1); }
 
-/* Levels below 0 are warnings: the file is damaged, whatever libjpeg would make of it. */
+/* Levels below 0 are warnings about damage, for which libjpeg would still return pixels. */
 static void on_message(j_common_ptr info, int level) {
   if (level < 0) leave(info);
 }
@@ -33,10 +33,10 @@ typedef struct {
   int top, left, rows, columns;
 } Region;
 
-/* 1 if the region was decoded, and the file is of a plain kind and whole; else 0.
+/* Returns 1 if the region was decoded; 0 if the file is damaged or of an unsupported kind.
 
-   The region is one of the image at 1 / `reduction` of its size. What is below it is looked at only
-   `to_end`. `line` is memory for one row, which the caller frees. */
+   The region is in pixels of the image reduced by `reduction`. Damage below the region is detected
+   only if `to_end` is set. `line` is memory for one row, which the caller frees. */
 static int decode(const Py_buffer *stored, Region region, int reduction, int to_end,
                   JSAMPROW pixels, JSAMPROW volatile *line) {
   struct jpeg_decompress_struct info;
@@ -73,7 +73,7 @@ static int decode(const Py_buffer *stored, Region region, int reduction, int to_
     jpeg_read_scanlines(&info, &row, 1);
     memcpy(pixels + i * row_bytes, row + 3 * (left - start), row_bytes);
   }
-  if (to_end) { /* Skipping to the very end would read nothing. */
+  if (to_end) { /* The last row is read: skipping to the end of the image would decode nothing. */
     JDIMENSION below = height - info.output_scanline;
     if (below > 1) jpeg_skip_scanlines(&info, below - 1);
     if (below > 0) jpeg_read_scanlines(&info, &row, 1);

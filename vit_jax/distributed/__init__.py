@@ -1,1 +1,1 @@
-"""Where arrays live."""
+"""Device mesh, sharding rules, and jobs with several processes."""

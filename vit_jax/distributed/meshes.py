@@ -1,4 +1,4 @@
-"""The devices as a mesh with the axes data, fsdp and tensor, and how batches lie on it."""
+"""The device mesh with axes data, fsdp and tensor, and the sharding of batches over it."""
 
 import dataclasses
 import functools
@@ -10,39 +10,40 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils  # jax.make_mesh divides a side of the torus on v5e alone
+from jax.experimental import mesh_utils  # jax.make_mesh splits sides of the torus on v5e only
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base import Int, Record, UserError, require, require_between, require_pattern
 
 AXES = 'data', 'fsdp', 'tensor'
-Spec = tuple[str | None, ...]  # the mesh axis that splits each axis of an array, None: none
+Spec = tuple[str | None, ...]  # the mesh axis that splits each axis of an array; None: not split
 
 
 @dataclasses.dataclass(kw_only=True)
 class MeshConfig(Record):
-    """The number of devices along each axis; one may be -1: all that the others leave.
+    """The number of devices along each mesh axis. One of them may be -1: all remaining devices.
 
-    `data` and `fsdp` split the batch, `fsdp` also parameters and optimizer state, `tensor` the
-    heads of attention and the hidden layer of the MLPs. Several TPU slices are spread over `data`,
-    which communicates least. `sharding_rules.py` decides how each array is split.
+    `data` splits the batch. `fsdp` splits the batch, the parameters and the optimizer state.
+    `tensor` splits the attention heads and the hidden layers of the MLPs. TPU slices are
+    distributed along `data`, which communicates least. `sharding_rules.py` decides how each array
+    is split.
     """
 
-    data: int = -1  # devices that split the batch; -1: all that the others leave
-    fsdp: int = 1  # devices that split the batch, and parameters and optimizer state
-    tensor: int = 1  # devices that split heads of attention and hidden layers
-    fsdp_min_mb: float = 1.0  # smaller arrays are replicated
-    max_replicated_fraction: float = 0.1  # of the state's bytes, with fsdp or tensor; else an error
-    rules: tuple[tuple[str, Spec], ...] = ()  # (pattern of names, axes): before all other rules
+    data: int = -1  # devices that split the batch; -1: all remaining devices
+    fsdp: int = 1  # devices that split the batch, parameters and optimizer state
+    tensor: int = 1  # devices that split attention heads and hidden layers
+    fsdp_min_mb: float = 1.0  # smaller arrays are replicated, not split over fsdp
+    max_replicated_fraction: float = 0.1  # largest share that fsdp or tensor may leave replicated
+    rules: tuple[tuple[str, Spec], ...] = ()  # (name pattern, axes), applied before other rules
 
     def check(self) -> None:
         sizes = self.data, self.fsdp, self.tensor
         for pattern, axes in self.rules:
             require_pattern(pattern)
             for axis in {*axes} - {*AXES, None}:
-                raise UserError(f'rules: no axis {axis!r}; there are {", ".join(AXES)}')
+                raise UserError(f'rules: unknown axis {axis!r}; expected {", ".join(AXES)}')
         fit = sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes)
-        require(fit, f'{_text(sizes)}: expected sizes of 1 or more, at most one -1')
+        require(fit, f'{_text(sizes)}: expected sizes of at least 1, or -1 for one axis')
         require_between(self, 'fsdp_min_mb', low=0)
         require_between(self, 'max_replicated_fraction', low=0, high=1)
 
@@ -53,42 +54,45 @@ def require_devices() -> None:
     try:
         if platforms:
             jax.devices()
-    except (RuntimeError, AssertionError) as error:  # of CUDA's plugin without a driver
+    except (RuntimeError, AssertionError) as error:  # AssertionError: CUDA plugin without a driver
         raise UserError(
-            f'JAX_PLATFORMS={platforms}: jax finds no such device; expected its driver and '
-            "pip install 'vit_jax[cuda]' or '[tpu]'; JAX_PLATFORMS=cpu uses the CPU"
+            f'JAX_PLATFORMS={platforms}: jax finds no such device; install its driver and '
+            "'vit_jax[cuda]' or 'vit_jax[tpu]', or set JAX_PLATFORMS=cpu to use the CPU"
         ) from error
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh of the devices, all by default. Raises UserError if the axes do not fit."""
+    """Makes the mesh of these devices, by default all. Raises UserError if the sizes do not fit."""
     devices = list(devices or jax.devices())
-    count, given = len(devices), (config.data, config.fsdp, config.tensor)  # the order of AXES
-    fixed = math.prod(size for size in given if size != -1)
-    data, *others = sizes = [count // fixed if size == -1 else size for size in given]
-    legal = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
-    needed = f'a multiple of {fixed}' if -1 in given else fixed
-    wrong = f'mesh: {_text(given)}: the number of devices is {count}, not {needed}'
-    require(math.prod(sizes) == count, f'{wrong}; each axis may be one of {legal}')
+    count, requested = len(devices), (config.data, config.fsdp, config.tensor)  # order of AXES
+    fixed = math.prod(size for size in requested if size != -1)
+    data, *others = sizes = [count // fixed if size == -1 else size for size in requested]
+    divisors = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
+    needed = f'a multiple of {fixed}' if -1 in requested else fixed
+    wrong = f'mesh: {_text(requested)} needs {needed} devices; found {count}'
+    require(math.prod(sizes) == count, f'{wrong}; possible sizes of an axis: {divisors}')
     ordered = sorted(devices, key=slice_of)
     slices = [[*part] for _, part in itertools.groupby(ordered, slice_of)]
-    wrong = f'mesh: data={data} is not a multiple of {len(slices)} slices'
-    require(data % len(slices) == 0, f'{wrong}, over which only data is spread')
+    wrong = f'mesh: data={data}; expected a multiple of {len(slices)}, the number of TPU slices'
+    require(data % len(slices) == 0, wrong)
     within = data // len(slices), *others
     try:
         parts = [
             mesh_utils.create_device_mesh(within, part, allow_split_physical_axes=True)
             for part in slices
         ]
-    # On a TPU's torus jax 0.10.2 loses prime factors of a side such as 20.
+    # jax 0.10.2 drops prime factors of a torus side such as 20.
     except (NotImplementedError, AssertionError, ValueError, TypeError) as error:
-        wrong = f'mesh: {_text(sizes)} does not fit the torus of these chips; take other sizes'
+        wrong = f'mesh: {_text(sizes)} does not fit the torus of these chips; choose other sizes'
         raise UserError(f'{wrong} (jax {jax.__version__}: {error})') from error
     return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def slice_of(device: jax.Device) -> int:
-    """Returns the number of a device's TPU slice, within which the network is fast, or 0."""
+    """Returns the index of a device's TPU slice; 0 for other devices.
+
+    Connections within a slice are faster than between slices.
+    """
     return getattr(device, 'slice_index', None) or 0
 
 
@@ -97,43 +101,46 @@ def _text(sizes: Sequence[int]) -> str:
 
 
 def describe(mesh: Mesh) -> str:
-    """Returns the axes and their sizes, such as `data=4 x fsdp=2 x tensor=1`."""
+    """Formats the axes and their sizes, such as `data=4 x fsdp=2 x tensor=1`."""
     return _text(mesh.axis_sizes)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Splits examples over data and fsdp; replicates them along tensor."""
+    """Returns the sharding of a batch: split over data and fsdp, replicated over tensor."""
     return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
 def traced_on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function for `jax.jit`, so that it is traced with this mesh in jax's context.
+    """Wraps a function for `jax.jit` so that it is traced with this mesh in jax's context.
 
-    Its arguments have to be on these devices. models/on_mesh.py reads the mesh there.
+    Its arguments must be on the devices of the mesh. models/on_mesh.py reads the context.
     """
 
     @functools.wraps(function)
-    def traced(*arguments: Any, **named: Any) -> Any:
+    def traced(*arguments: Any, **options: Any) -> Any:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return function(*arguments, **named)
+            return function(*arguments, **options)
 
     return traced
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Keeps the whole array on every device."""
+    """Returns the sharding of an array that every device holds completely."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def rows_here(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
-    """Returns the rows of the global batch that belong to devices of this process, in order."""
+    """Returns the sorted rows of the global batch that are on devices of this process."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     parts = (range(batch_size)[index[0]] for index in indices if index is not None)
     return np.array(sorted({row for part in parts for row in part}))
 
 
 def put(values: Any, shardings: Any) -> Any:
-    """Puts arrays on devices, each by its sharding; every process has all of them in memory."""
+    """Moves a tree of arrays to devices by their shardings.
+
+    Every process must have all arrays in host memory.
+    """
     if jax.process_count() == 1:
         return jax.device_put(values, shardings)
     return jax.tree.map(
@@ -144,7 +151,7 @@ def put(values: Any, shardings: Any) -> Any:
 
 
 def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) -> None:
-    """Raises UserError, with the nearest possible sizes, if a batch cannot be split."""
+    """Raises UserError if a batch cannot be split evenly; the message names the nearest sizes."""
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     unit = parts * accumulation_steps
     below = batch_size // unit * unit
@@ -154,13 +161,13 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
     require(below == batch_size > 0, wrong)
 
 
-def jit_on(function: Callable[..., Any], mesh: Mesh, **given: Any) -> Any:
-    """Wraps `jax.jit`: traces the function for this mesh.
+def jit_on(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
+    """Calls `jax.jit` with options for it, and traces the function for this mesh.
 
-    On CPUs it leaves out XLA's highest level of optimization, which takes a sixth of the time to
-    compile and made no step faster; XLA_FLAGS may set another level.
+    On CPUs, XLA's optimization level is 2 unless XLA_FLAGS sets it: the highest level takes a sixth
+    of the compile time and made no step faster.
     """
     on_cpu, level = mesh.devices.flat[0].platform == 'cpu', 'xla_backend_optimization_level'
     is_set = level in os.environ.get('XLA_FLAGS', '')
-    options = {level: 2} if on_cpu and not is_set else None
-    return jax.jit(traced_on(mesh, function), compiler_options=options, **given)
+    compiler_options = {level: 2} if on_cpu and not is_set else None
+    return jax.jit(traced_on(mesh, function), compiler_options=compiler_options, **options)

@@ -1,4 +1,4 @@
-"""How each array of the state is sharded: rules over names and shapes, and a report of them."""
+"""Sharding of the train state: rules over names and shapes, and a report of the result."""
 
 import math
 import re
@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vit_jax.base import UserError, tree_names
 from vit_jax.distributed.meshes import MeshConfig, Spec, describe
 
-# The axis, from the end, that tensor splits: heads, and the hidden layer. The first matrix of a
-# pair is split along its output and the second along its input, so that nothing is exchanged
-# between the two (Megatron-LM, arXiv:1909.08053, section 3).
+# The axis, from the end, that tensor splits: attention heads or the hidden layer. The first matrix
+# of a pair is split along its output and the second along its input, so that no communication is
+# needed between the two (Megatron-LM, arXiv:1909.08053, section 3).
 _TENSOR = (
     (r'attention/((query|key|value)/(kernel|bias)|relative)', -2),
     (r'attention/out/kernel', -3),
@@ -24,10 +24,13 @@ _TENSOR = (
 def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
     """Returns the sharding of each leaf of a state, from its name and shape.
 
-    The first of `config.rules` that matches decides. Else heads and hidden layers are split over
-    tensor, and a large leaf over fsdp along the largest remaining axis that it divides, never the
-    depth of stacked blocks, over which the scan runs. Only names and shapes count, also for the
-    optimizer's copies of a parameter. Raises UserError for a rule that fits nothing.
+    The first of `config.rules` that matches decides. Otherwise tensor splits attention heads and
+    hidden layers, and fsdp splits leaves of at least `fsdp_min_mb` along the largest axis that is
+    still whole and divisible by its size. The depth axis of stacked blocks is never split, because
+    the scan runs over it. The same rules apply to the optimizer's copies of a parameter.
+
+    Raises:
+      UserError: If a rule matches no leaf, or does not fit the shape of a leaf.
     """
     names = tree_names.named_leaves(state)
     for pattern, _ in config.rules:
@@ -35,19 +38,19 @@ def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
             raise UserError(f'config.mesh.rules: {pattern!r} matches no array of the state')
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
-        given = next((axes for pattern, axes in config.rules if _matches(pattern, name)), None)
-        if given is not None and not (wrong := _misfit(leaf, given, mesh)):
-            return NamedSharding(mesh, PartitionSpec(*given))
-        # What the optimizer keeps of a parameter may have another shape than the parameter.
-        if given is not None and not name.startswith('opt_state/'):
-            raise UserError(f'config.mesh.rules: {name} {list(leaf.shape)} by {given}: {wrong}')
+        rule = next((axes for pattern, axes in config.rules if _matches(pattern, name)), None)
+        if rule is not None and not (wrong := _misfit(leaf, rule, mesh)):
+            return NamedSharding(mesh, PartitionSpec(*rule))
+        # The optimizer's state of a parameter may have another shape than the parameter.
+        if rule is not None and not name.startswith('opt_state/'):
+            raise UserError(f'config.mesh.rules: {rule} for {name} {list(leaf.shape)}: {wrong}')
         return NamedSharding(mesh, PartitionSpec(*_axes(name, leaf, mesh, config.fsdp_min_mb)))
 
     return tree_names.map_named(sharding, state)
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Returns whether the name is that of this parameter, or of the optimizer's copy of it."""
+    """Returns whether the pattern matches a parameter's name, alone or after a prefix."""
     return re.fullmatch(f'(.*/)?{pattern}', name) is not None
 
 
@@ -70,9 +73,9 @@ def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
 
 
 def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
-    """Returns why the axes cannot split the leaf; None if they can."""
+    """Returns why these axes cannot split the leaf, or None if they can."""
     if len(axes) > leaf.ndim:
-        return 'more axes than the array has'
+        return f'the array has only {leaf.ndim} axes'
     for size, axis in zip(leaf.shape, axes, strict=False):
         if axis is not None and size % mesh.shape[axis]:
             return f'{size} is not a multiple of {axis}={mesh.shape[axis]}'
@@ -80,27 +83,27 @@ def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
 
 
 def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
-    """Returns lines: how each parameter is split, its bytes on a device, and what is replicated."""
+    """Returns lines about the split parameters and their size per device, and replicated arrays."""
     if mesh.size == 1:
         return []
     places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
-    here = {n: _bytes(leaf, places[n].shard_shape(leaf.shape)) for n, leaf in leaves.items()}
-    lines = [f'mesh {describe(mesh)}; parameters, the axes that split them, megabytes on a device:']
+    local = {n: _bytes(leaf, places[n].shard_shape(leaf.shape)) for n, leaf in leaves.items()}
+    lines = [f'mesh {describe(mesh)}; split parameters, mesh axes, megabytes per device:']
     replicated = []
     for name in [name for name in leaves if name.startswith('params/')]:
         if split := ', '.join(f'{a} on axis {n}' for n, a in enumerate(places[name].spec) if a):
             label = f'{name.removeprefix("params/")} {list(leaves[name].shape)}'
-            lines.append(f'  {label:<64}{split:<36}{_mb(here[name]):>14}')
+            lines.append(f'  {label:<64}{split:<36}{_mb(local[name]):>14}')
         else:
-            replicated.append(here[name])
-    lines.append(f'  replicated arrays: {len(replicated)}, {_mb(sum(replicated))}')
-    total, size = _mb(sum(map(_bytes, leaves.values()))), _mb(sum(here.values()))
-    return [*lines, f'state, optimizer included: {total}, of which {size} on each device']
+            replicated.append(local[name])
+    lines.append(f'  replicated parameters: {len(replicated)} arrays, {_mb(sum(replicated))}')
+    total, size = _mb(sum(map(_bytes, leaves.values()))), _mb(sum(local.values()))
+    return [*lines, f'state with optimizer: {total} in total, {size} per device']
 
 
 def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
-    """Raises UserError if more of the state is replicated than allowed."""
-    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis splits it
+    """Raises UserError if more than `max_replicated_fraction` of the state is replicated."""
+    if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis splits the state
         return
     places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
     replicated = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
@@ -109,15 +112,15 @@ def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> N
         largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
         named = ', '.join(f'{name} {list(leaves[name].shape)}' for name in largest)
         raise UserError(
-            f'mesh {describe(mesh)}: {share:.0%} of the state would be replicated, '
-            f'max_replicated_fraction={config.max_replicated_fraction:.0%} is allowed; largest: '
-            f'{named}. Lower config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, give '
-            f'config.mesh.rules, or choose axes that divide these'
+            f'mesh {describe(mesh)}: {share:.0%} of the state is replicated; expected at most '
+            f'{config.max_replicated_fraction:.0%} (max_replicated_fraction). Largest arrays: '
+            f'{named}. Reduce --config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, set '
+            f'--config.mesh.rules, or choose axis sizes that divide these shapes'
         )
 
 
 def abstract(values: Any, shardings: Any) -> Any:
-    """Returns shape, type and sharding of each array of a tree, without the arrays."""
+    """Returns shape, dtype and sharding of each array of a tree as a jax.ShapeDtypeStruct."""
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), values, shardings
     )

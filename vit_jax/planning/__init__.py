@@ -1,1 +1,1 @@
-"""Memory and time to compile of an experiment, also for devices that are not here."""
+"""Memory and compile time of an experiment, also on devices that are not attached."""

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: programs for a TPU slice or GPU cluster that is not attached."""
+"""Ahead-of-time compilation for TPU slices and GPU clusters that are not attached."""
 
 import contextlib
 import importlib.util
@@ -11,7 +11,7 @@ from unittest import mock
 
 import jax
 
-# jax has no other way to a compiler without devices.
+# The only way in jax to compile without devices.
 from jax.experimental import topologies
 
 from vit_jax.base import UserError, require
@@ -20,25 +20,25 @@ from vit_jax.base.errors import lacks_memory
 GIB = 2**30
 _SIDE = r'[1-9]\d*'
 
-# GiB that a program may use on one device, by libtpu 0.0.42 (its error for a larger program).
+# GiB that a program may use on one device (from the error of libtpu 0.0.42 for a larger program).
 _TPUS = {'v2': 7.48, 'v3': 15.48, 'v4': 30.75, 'v5e': 15.75, 'v5p': 95.74, 'v6e': 31.25}
 _TPUS |= {'tpu7x': 94.75}
-# Properties of GPUs that the compiler needs (NVIDIA's data sheets and CUDA's limits of the
-# architecture): compute capability, multiprocessors, L2 cache in bytes, bytes/s, GHz, shared memory
-# of a multiprocessor and of a block, memory in bytes.
+# GPU properties that the compiler needs, from NVIDIA's data sheets and CUDA's architecture limits:
+# compute capability, multiprocessors, L2 cache in bytes, memory bandwidth in bytes/s, clock in GHz,
+# shared memory in bytes per multiprocessor and per block, memory in bytes.
 _GPUS = {
     'a100': ('A100-SXM4-80GB', 8, 108, 40 * 2**20, 2039e9, 1.41, 167936, 166912, 85_100_000_000),
     'h100': ('H100-SXM5-80GB', 9, 132, 50 * 2**20, 3352e9, 1.98, 233472, 232448, 84_900_000_000),
     'h200': ('H200-SXM-141GB', 9, 132, 50 * 2**20, 4800e9, 1.98, 233472, 232448, 150_000_000_000),
 }
 _EXPECTED = (
-    'expected KIND:SHAPE such as v5e:4x4, v5p:2x2x4, 2*v5e:16x16 for two slices, with a KIND of '
-    f'{", ".join(_TPUS)}, or KIND:HOSTSxGPUS with a KIND of {", ".join(_GPUS)}'
+    'expected KIND:SHAPE, such as v5e:4x4, v5p:2x2x4 or 2*v5e:16x16 (two slices), with KIND one of '
+    f'{", ".join(_TPUS)}; or KIND:HOSTSxGPUS, with KIND one of {", ".join(_GPUS)}'
 )
 
 
 class Topology(NamedTuple):
-    """Devices to compile for, and the memory of each, in bytes."""
+    """Devices to compile for, and the memory of each in bytes."""
 
     name: str
     devices: Sequence[jax.Device]
@@ -46,7 +46,7 @@ class Topology(NamedTuple):
 
 
 class DoesNotFit(Exception):
-    """The program needs more memory than a device has: `needed` bytes, or an unknown number."""
+    """The program needs more memory than a device has: `needed` bytes, or None if unknown."""
 
     def __init__(self, needed: int | None):
         super().__init__(f'{needed or 0:,} bytes')
@@ -54,10 +54,10 @@ class DoesNotFit(Exception):
 
 
 def find_topology(name: str) -> Topology:
-    """Returns the devices of a TPU slice `v5e:4x4`, of two `2*v5e:4x4`, of GPUs `h100:2x8`.
+    """Returns the devices of a TPU slice `v5e:4x4`, two slices `2*v5e:4x4`, or GPUs `h100:2x8`.
 
     Raises:
-      UserError: If the name is none, or if the compiler for these devices is not installed.
+      UserError: If the name is invalid, or if the compiler for these devices is not installed.
     """
     if gpus := re.fullmatch(rf'({"|".join(_GPUS)}):({_SIDE}x{_SIDE})', name, re.ASCII):
         return _find_gpus(name, *gpus.groups())
@@ -69,28 +69,28 @@ def find_topology(name: str) -> Topology:
     sides = [int(side) for side in shape.split('x')]
     # libtpu ends the process for larger slices of v5e.
     fits = kind not in ('v5e', 'v6e') or (len(sides) == 2 and max(sides) <= 16)
-    several = f'a slice of {kind} has at most 16x16 chips; several slices: 2*{kind}:16x16'
-    require(fits, f'--topology={name}: {several}')
-    # libtpu neither looks for a TPU in the network nor opens a chip.
+    largest = f'expected at most 16x16 chips in a slice of {kind}; for two slices, 2*{kind}:16x16'
+    require(fits, f'--topology={name}: {largest}')
+    # These variables keep libtpu from looking for a TPU in the network and from opening a chip.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
-    how = "pip install 'vit_jax[tpu]' (no TPU is needed)"
+    how = "run pip install 'vit_jax[tpu]' (needs no TPU)"
     installed = importlib.util.find_spec('libtpu') is not None
-    require(installed, f'--topology={name}: the TPU compiler is not installed: {how}')
+    require(installed, f'--topology={name}: the TPU compiler is not installed; {how}')
     options: dict[str, Any] = {'num_slices': int(slices)} if slices else {}
     if math.prod(sides) < 4:  # the default is four chips per host
         options['chips_per_host_bounds'] = [*sides, 1][:3]
     if kind == 'v4':
-        options['chip_config_name'] = 'megacore'  # one device per chip, as jax has on a TPU
+        options['chip_config_name'] = 'megacore'  # one device per chip, as on an attached TPU
     devices = _devices(name, f'{kind}:{shape}', platform='tpu', **options)
     return Topology(name, devices, round(_TPUS[kind] * GIB))
 
 
-def _devices(name: str, *known_as: str, **options: Any) -> Sequence[jax.Device]:
+def _devices(name: str, *jax_name: str, **options: Any) -> Sequence[jax.Device]:
     try:
-        return topologies.get_topology_desc(*known_as, **options).devices
+        return topologies.get_topology_desc(*jax_name, **options).devices
     except (RuntimeError, NotImplementedError, ValueError) as error:
         reason = str(error).splitlines()[0].removeprefix('INVALID_ARGUMENT: ')
         raise UserError(f'--topology={name}: {reason}; {_EXPECTED}') from error
@@ -108,19 +108,19 @@ def _find_gpus(name: str, kind: str, shape: str) -> Topology:
         memory_bandwidth: {bandwidth:.0f} clock_rate_ghz: {clock} device_memory_size: {memory}
         }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
         device_description_str: "{title}" """
-    how = 'pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, of the version of jax, into an '
-    how += 'environment of its own, as without a GPU jax complains at each start'
+    how = "run pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, with jax's version, in a "
+    how += 'separate environment, because jax then warns at each start without a GPU'
     installed = any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13))
-    missing = f"--topology={name}: jax's compiler for GPUs is not installed"
-    require(installed, f'{missing}: {how} (no GPU is needed)')
+    missing = f"--topology={name}: jax's GPU compiler, which needs no GPU, is not installed"
+    require(installed, f'{missing}; {how}')
     devices = _devices(name, name, platform='cuda', topology=f'1x{shape}', target_config=target)
     return Topology(name, devices, int(0.75 * memory))  # jax's XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 @contextlib.contextmanager
 def assume_cudnn() -> Iterator[None]:
-    """Lets programs with cuDNN's attention be traced without a GPU."""
-    # jax has no public way to turn off the checks that ask the GPU.
+    """Allows tracing programs with cuDNN attention without a GPU."""
+    # jax has no public way to disable the checks that query the GPU.
     import jax._src.cudnn.fused_attention_stablehlo as cudnn
 
     answers: dict[str, Any] = {
@@ -141,18 +141,18 @@ def compile_for(
 ) -> Any:
     """Compiles a program for devices that are not attached.
 
-    jax's compilation cache should be off: it cannot load a program without devices.
+    jax's compilation cache should be off, because it cannot load a program without devices.
 
     Args:
-      topology: The devices.
-      lowered: A lowered function of jax for these devices.
-      quickly: Makes a TPU's compiler look less for the fastest program. That took a quarter of the
-        time for L/16 on v5e:4x4, and the program needed 6 to 11 % less memory than the other one.
-      options: More options of the compiler.
+      topology: The devices to compile for.
+      lowered: The result of `jax.jit(...).lower(...)` for these devices.
+      quickly: Reduces the optimization effort of the TPU compiler. For L/16 on v5e:4x4 this took a
+        quarter of the time, and the program needed 6 to 11 % less memory.
+      options: Other compiler options.
 
     Returns:
-      The compiled program. The kernels of a GPU's program are not those of a run, because XLA
-      cannot time them: it takes the first candidates.
+      The compiled program. A real run on GPUs uses other kernels: XLA cannot time kernels without a
+      GPU, and takes the first candidates.
 
     Raises:
       DoesNotFit: If the program needs more memory than a device has.
@@ -170,15 +170,15 @@ def compile_for(
         size = needed and round(float(needed[1]) * 2 ** (10 * 'BKMGT'.index(needed[2])))
         raise DoesNotFit(size) from error
     peak = compiled.memory_analysis().peak_memory_in_bytes
-    if peak > topology.memory:  # which the compiler for GPUs does not check
+    if peak > topology.memory:  # the GPU compiler does not check this
         raise DoesNotFit(peak)
     return compiled
 
 
 def _compiled(lowered: Any, options: dict[str, Any]) -> Any:
-    """Compiles the program, and disables Triton if XLA cannot tile a product without autotuning.
+    """Compiles the program, without Triton if XLA cannot tile a matrix product without autotuning.
 
-    That happens in jax 0.10, with `layout=batched` and `attention=xla`.
+    This happens in jax 0.10 with `layout=batched` and `attention=xla`.
     """
     try:
         return lowered.compile(options)

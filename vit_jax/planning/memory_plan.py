@@ -1,4 +1,4 @@
-"""Which training step fits the memory of devices that are not attached: compiled, not run."""
+"""Finds training steps that fit the memory of devices that are not attached, by compiling them."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -17,43 +17,43 @@ from vit_jax.planning import ahead_of_time
 from vit_jax.planning.ahead_of_time import DoesNotFit, Topology
 
 _TRIALS = 4  # compilations to find the largest batch
-_NEAR = 0.85  # share of the memory above which a quick compilation is not exact enough
+_NEAR = 0.85  # fraction of the memory above which a quick compilation is not accurate enough
 
 
 class StepMemory(NamedTuple):
-    """A training step that fits: bytes on one device."""
+    """Memory of a training step that fits, in bytes on one device."""
 
-    state: int  # and batch
+    state: int  # train state and batch
     peak: int
-    sharding: list[str]  # a report in lines: which arrays are split, and how
+    sharding: list[str]  # lines of `sharding_rules.sharding_report`
 
 
 def without_data(
     config: TrainConfig, *, num_classes: int | None, num_images: int | None
 ) -> TrainConfig:
-    """Replaces the data by `num_images` images of `num_classes` classes that are never read.
+    """Replaces the data by a dummy source of `num_images` images and `num_classes` classes.
 
-    Missing numbers are taken from the model and the data.
+    Numbers that are None come from the model and the data.
 
     Raises:
-      UserError: If they are needed and the data cannot be opened, or if a step has no length or
-        no model.
+      UserError: If the data is needed for the numbers and cannot be opened, or if the configuration
+        has no training length or no model.
     """
-    needs = 'a plan compiles a training step, and needs'
-    require(config.total is not None, f'{needs} its length, such as --config.total.epochs=7')
-    known = config.model is not None or config.start_from is not None
-    require(known, f'{needs} config.model, or the model of --config.start_from=CHECKPOINT')
-    if config.objective is not None:  # which has no classes
+    wrong = 'config.total: not set; expected a training length, such as --config.total.epochs=7'
+    require(config.total is not None, wrong)
+    has_model = config.model is not None or config.start_from is not None
+    require(has_model, 'config.model: not set; expected a model or --config.start_from=CHECKPOINT')
+    if config.objective is not None:  # masked patches need no classes
         num_classes = 1
     elif config.model is not None:
         num_classes = num_classes or config.model.num_classes
     if num_classes is None or num_images is None:
         try:
-            opened = make_opener(config.held_out)
-            data = opened(config.data, config.train_split, classes=config.classes)
+            open_data = make_opener(config.held_out)
+            data = open_data(config.data, config.train_split, classes=config.classes)
         except UserError as error:
-            advice = 'without the data: --num_classes=N --num_images=N (ImageNet: 1000, 1281167)'
-            raise UserError(f'{error}\n{advice}') from error
+            hint = 'to plan without data, set --num_classes=1000 --num_images=1281167 (ImageNet)'
+            raise UserError(f'{error}\n{hint}') from error
         num_classes = num_classes or len(data.class_names)
         num_images = num_images or len(data)
     if config.model is None:
@@ -61,7 +61,7 @@ def without_data(
         config = dataclasses.replace(config, model=model)
 
     def unread(_: Any) -> Any:
-        raise AssertionError('a plan reads no images')
+        raise AssertionError('planning never reads images')
 
     source = Source(
         count=num_images,
@@ -77,12 +77,12 @@ def without_data(
 def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
     """Compiles the training step for devices that are not attached.
 
-    A TPU's compiler first works quickly. The memory of such a program is up to a tenth less than
-    that of the program that trains, which is compiled where it comes near the limit.
+    For TPUs, a quick compilation comes first. Its program needs up to a tenth less memory than the
+    program of a real run, which is compiled too if the memory comes near the limit.
 
     Raises:
       DoesNotFit: If the step needs more memory than a device has.
-      UserError: If the sizes of batch, model and mesh contradict each other.
+      UserError: If the sizes of batch, model and mesh do not fit each other.
     """
     experiment = build_experiment(config, devices=where.devices)
     state = training_run.abstract_state(experiment)
@@ -98,14 +98,14 @@ def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
 
 
 def with_policy(config: TrainConfig, remat: Remat) -> TrainConfig:
-    """The experiment with another rematerialization policy."""
+    """Returns the configuration with another rematerialization policy."""
     return dataclasses.replace(config, compute=dataclasses.replace(config.compute, remat=remat))
 
 
 def try_policies(
     config: TrainConfig, first: Remat, where: Topology
 ) -> Iterator[tuple[Remat, StepMemory | DoesNotFit]]:
-    """Compiles the step with the rematerialization policies from `first` on, until one fits."""
+    """Compiles the step with each rematerialization policy, starting at `first`, until one fits."""
     for policy in POLICIES[POLICIES.index(first) :]:
         result = _compile_or_error(with_policy(config, policy), where)
         yield policy, result
@@ -116,7 +116,13 @@ def try_policies(
 def find_largest_batch(
     config: TrainConfig, where: Topology, first: StepMemory | DoesNotFit
 ) -> tuple[int, StepMemory] | None:
-    """Looks for the largest batch that fits; `first` is the result for the config's own batch."""
+    """Searches the largest batch size that fits; returns None if none of those tried fits.
+
+    Args:
+      config: The experiment.
+      where: The devices.
+      first: The result for `config.batch_size`.
+    """
     mesh = meshes.make_mesh(config.mesh, where.devices)
     unit = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     tried = {config.batch_size: first}
@@ -131,7 +137,7 @@ def find_largest_batch(
 
 
 def _next_batch_size(tried: Mapping[int, StepMemory | DoesNotFit], memory: int) -> int:
-    """The batch that would need all the memory, which grows linearly with the batch."""
+    """Estimates the batch size that needs all memory, assuming linear growth with the batch."""
     fits = {size: result for size, result in tried.items() if isinstance(result, StepMemory)}
     too_large = min(tried.keys() - fits.keys(), default=None)
     if not fits:

@@ -1,1 +1,1 @@
-"""One file for each kind of stored data."""
+"""The kinds of stored data, each in its own module."""

@@ -1,4 +1,4 @@
-"""Images in memory: arrays, npz files, scikit-learn's digits."""
+"""Images in memory: arrays, .npz files, scikit-learn's digits."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 from vit_jax.base import UserError, require, usable
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source
 
-_MOST_CLASSES = 100_000  # of labels without names; more than any published set has
+_MOST_CLASSES = 100_000  # limit without class names; no published data set has more
 
 
 def array_source(
@@ -24,29 +24,29 @@ def array_source(
 
     Args:
       images: The pixels.
-      labels: Class numbers, (n) or (n, 1), or multi-label, 0 and 1 (n, classes).
-      class_names: The names of the classes, in the order of their numbers.
-      name: The name of the data in messages.
+      labels: Class numbers (n) or (n, 1), or multi-label rows of 0 and 1 (n, classes).
+      class_names: The names of the classes in the order of their numbers.
+      name: The name of the data for messages.
 
     Raises:
-      UserError: For other shapes and types, labels out of range, and no images.
+      UserError: If a shape or dtype is wrong, a label is out of range, or there are no images.
     """
     labels = labels[:, 0] if labels.shape[1:] == (1,) and len(class_names) != 1 else labels
-    found = f'{name}: images are {images.dtype}{list(images.shape)}'
-    expected = 'expected uint8 of (n, height, width) or (n, height, width, 1 or 3)'
+    actual = f'{name}: images are {images.dtype}{list(images.shape)}'
+    expected = 'expected uint8 of shape (n, height, width) or (n, height, width, 1 or 3)'
     fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,)) and images.size > 0
-    require(fits and images.dtype == np.uint8, f'{found}, {expected}')
+    require(fits and images.dtype == np.uint8, f'{actual}; {expected}')
     flat, rows = (len(images),), (len(images), len(class_names))
     multi_label = labels.shape == rows and labels.dtype.kind in 'iub'
     single_label = labels.shape == flat and labels.dtype.kind in 'iu'
-    found = f'{name}: labels are {labels.dtype}{list(labels.shape)}'
-    require(multi_label or single_label, f'{found}, expected whole numbers of {flat} or {rows}')
+    actual = f'{name}: labels are {labels.dtype}{list(labels.shape)}'
+    require(multi_label or single_label, f'{actual}; expected integers of shape {flat} or {rows}')
     top = 2 if multi_label else len(class_names)
     wrong = np.argwhere((labels < 0) | (labels >= top))
     if wrong.size:
-        there = '0 or 1 for each class' if multi_label else f'{top} classes, 0 to {top - 1}'
+        legal = '0 or 1 for each class' if multi_label else f'0 to {top - 1} for {top} classes'
         which = f'label {labels[tuple(wrong[0])]} of image {wrong[0][0]} is out of range'
-        raise UserError(f'{name}: {which}: there are {there} ({len(wrong)} such labels)')
+        raise UserError(f'{name}: {which}; expected {legal} ({len(wrong)} such labels)')
     return labeled_source(
         range(len(images)),
         labels,
@@ -69,8 +69,8 @@ KIND = SourceKind("'digits', FILE.npz", _recognizes, _open_splits)
 
 
 def _digits_splits() -> Splits:
-    """scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth one is in `test`."""
-    # Found, not imported: all of scikit-learn and scipy would be, which takes a second and a half.
+    """Opens scikit-learn's 1,797 handwritten digits of 8x8 pixels; every fifth is in `test`."""
+    # Reads the file without importing scikit-learn and scipy, which takes 1.5 s.
     package = importlib.util.find_spec('sklearn')
     assert package is not None and package.origin is not None
     file = pathlib.Path(package.origin).parent / 'datasets' / 'data' / 'digits.csv.gz'
@@ -86,12 +86,12 @@ def _digits_splits() -> Splits:
 
 
 def _npz_splits(path: str) -> Splits:
-    """The splits of a file of arrays `SPLIT_images`, `SPLIT_labels` and perhaps `class_names`."""
+    """Opens a file of arrays `SPLIT_images`, `SPLIT_labels` and, optionally, `class_names`."""
     with _open(path) as file:
         names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
         needed = [f'{name}_labels' for name in names] or ['SPLIT_images']
         if absent := [name for name in needed if name not in file]:
-            raise UserError(f'{path}: no array {absent[0]!r}; it holds {", ".join(file.files)}')
+            raise UserError(f'{path}: no array {absent[0]!r}; found {", ".join(file.files)}')
         class_names = _read_class_names(file, names, path)
 
     def open_split(split: str) -> Source:
@@ -110,21 +110,21 @@ def _open(path: str) -> Iterator[Any]:
 
 
 def _read_class_names(file: Any, splits: Sequence[str], path: str) -> list[str]:
-    """Returns the array `class_names`, or without it the class numbers as text."""
+    """Returns the array `class_names`, or the class numbers as text if there is none."""
     if 'class_names' in file:
         names = file['class_names']
-        found = f'{path}: class_names are {names.dtype}{list(names.shape)}'
-        require(names.ndim == 1 and names.dtype.kind in 'SUiu', f'{found}, expected text')
+        actual = f'{path}: class_names are {names.dtype}{list(names.shape)}'
+        require(names.ndim == 1 and names.dtype.kind in 'SUiu', f'{actual}; expected strings')
         texts = [n.decode() if isinstance(n, bytes) else str(n) for n in names.tolist()]
         return [text.strip() for text in texts]
     count = max(_count_classes(file[f'{split}_labels']) for split in splits)
-    found = f'{path}: labels up to {count - 1:,}; expected fewer, or an array class_names'
-    require(count <= _MOST_CLASSES, found)
+    text = f'{path}: labels up to {count - 1:,}; expected smaller ones, or an array class_names'
+    require(count <= _MOST_CLASSES, text)
     return [str(number) for number in range(count)]
 
 
 def _count_classes(labels: np.ndarray) -> int:
-    """Returns the number of classes of labels that have no names."""
+    """Returns the number of classes of labels without class names."""
     if labels.ndim == 2 and labels.shape[1] > 1:
         return labels.shape[1]
     # `array_source` rejects other types.

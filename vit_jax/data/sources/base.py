@@ -1,7 +1,7 @@
-"""A `Source`: labeled images at random access, which every kind of stored data becomes.
+"""`Source`, the interface of all data sets: labeled images with random access.
 
-What is made of a source is a source: a slice, several joined, the same images with other labels:
-those of a JSON file (ReaL, Beyer et al. 2020), or the class numbers of a model.
+The functions of this module take and return sources: they slice, shuffle and join them, or replace
+labels by those in a JSON file (ReaL, Beyer et al. 2020) or by the class numbers of a model.
 """
 
 import collections
@@ -23,18 +23,19 @@ import numpy as np
 from vit_jax.base import Int, UserError, counted, require, usable
 from vit_jax.data import imagenet_classes
 
-Label = int | np.integer | np.ndarray  # a class number, or multi-label: a row of 0 and 1
-EncodedImage = bytes | np.ndarray  # an encoded file, or uint8 pixels
+Label = int | np.integer | np.ndarray  # a class number; if multi-label, a row of 0 and 1
+EncodedImage = bytes | np.ndarray  # bytes of an encoded file, or uint8 pixels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """One split of a data set, whose images and labels are read on request, by several threads.
+    """A split of a data set. Images and labels are read lazily, from several threads.
 
-    `read(i)` returns image i and its label; `name_of(i)` its name for messages; `label_of(i)` its
-    label alone, which can be as slow as reading the image. `size_of(i)` returns a number that
-    changes with the image, and decodes nothing: the size of a file, or a checksum; -1 is unknown.
-    `data` and `split` are what a configuration calls it (see `make_opener`).
+    `read(i)` returns image i and its label. `name_of(i)` returns its name for messages.
+    `label_of(i)` returns only its label, which may be as slow as reading the image. `size_of(i)`
+    returns a number that changes with the image, such as the size of its file or a checksum, or -1
+    if it is unknown; it decodes nothing. `data` and `split` are the names in the configuration (see
+    `make_opener`).
     """
 
     count: int
@@ -43,8 +44,8 @@ class Source:
     name_of: Callable[[int], str]
     label_of: Callable[[int], Label]
     size_of: Callable[[int], int] = lambda index: -1
-    labels_in_memory: bool = False  # else sizes change with the labels too
-    sizes_in_memory: bool = True  # else each is a look at the disk
+    labels_in_memory: bool = False  # False: `size_of` also changes with the labels
+    sizes_in_memory: bool = True  # False: `size_of` accesses the disk
     multi_label: bool = False
     data: str = ''
     split: str = ''
@@ -54,12 +55,12 @@ class Source:
 
     @property
     def label_shape(self) -> tuple[int, ...]:
-        """() for a class number, (k,) for a row over the classes."""
+        """() for class numbers; (k,) for multi-label rows over k classes."""
         return (len(self.class_names),) if self.multi_label else ()
 
     @functools.cached_property
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
-        """Every label: class numbers (n), or rows of 0 and 1 (n k)."""
+        """All labels: class numbers (n), or multi-label rows of 0 and 1 (n k)."""
         kind = np.int8 if self.multi_label else np.int32
         return self.read_labels(range(self.count)).astype(kind, copy=False)
 
@@ -75,26 +76,26 @@ class Source:
 
 
 def _map(function: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
-    """Calls a function for each index, in 16 threads: each call may wait for a disk."""
+    """Calls a function for each index in 16 threads, because each call may wait for a disk."""
     parts = [indices[i : i + 256] for i in range(0, len(indices), 256)]
     with futures.ThreadPoolExecutor(16) as pool:
         results = pool.map(lambda part: [*map(function, part)], parts)
         return [*itertools.chain.from_iterable(results)]
 
 
-Splits = dict[str, Callable[[], Source]]  # a function that opens it, for each split
-# Your own data: a function that opens the split of a name (sources/arrays.py: images in memory).
+Splits = dict[str, Callable[[], Source]]  # maps the name of a split to a function that opens it
+# Custom data: a function that opens a split by name (see arrays.py for images in memory).
 DataFunction = Callable[[str], Source]
 
 
 class SourceKind(NamedTuple):
     """A kind of stored data. To add one, define KIND in a new module and list it in opening.py."""
 
-    expected: str  # what `config.data` may be, for messages and help
-    recognizes: Callable[[str], bool]  # whether `config.data` is of this kind
-    # Takes `config.data` and, with `has_label_columns`, the name of a column of labels.
+    expected: str  # the form of `config.data`, for messages and help
+    recognizes: Callable[[str], bool]  # returns whether `config.data` is of this kind
+    # Takes `config.data` and, with `has_label_columns`, the name of a label column.
     open_splits: Callable[..., Splits]
-    has_label_columns: bool = False  # whether another column may have the labels
+    has_label_columns: bool = False  # whether the label column can be chosen
 
 
 def labeled_source(
@@ -109,12 +110,13 @@ def labeled_source(
     """Makes a source of images whose labels are in memory.
 
     Args:
-      images: Paths of files, or whatever `read` takes.
-      labels: Class numbers (n), or multi-label 0 and 1 for each class (n, k), see `multi_hot`.
-      class_names: The names of the classes, in the order of their numbers.
-      read: Returns the encoded file or the pixels of an image; reads a file by default.
-      name_of: Returns the name of an image in messages.
-      size_of: Returns a number that changes with an image; files have their sizes.
+      images: Paths of files, or other arguments of `read`.
+      labels: Class numbers (n), or multi-label rows of 0 and 1 (n, k), as from `multi_hot`.
+      class_names: The names of the classes in the order of their numbers.
+      read: Returns the encoded file or the pixels of an image; by default reads a file.
+      name_of: Returns the name of an image for messages.
+      size_of: Returns a number that changes with an image; not used without `read`, because files
+        have sizes.
     """
     labels = np.asarray(labels)
     read_image, read_size = (read, size_of) if read else (read_file, _file_size)
@@ -140,12 +142,12 @@ def multi_hot(classes: Sequence[Sequence[int]], num_classes: int) -> Int[np.ndar
 
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a file."""
+    """Reads the bytes of a file."""
     return pathlib.Path(path).read_bytes()
 
 
 def _file_size(path: str | os.PathLike[str]) -> int:
-    """Returns the size of a file in bytes; -2 for a missing one."""
+    """Returns the size of a file in bytes, or -2 if it cannot be accessed."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -153,17 +155,17 @@ def _file_size(path: str | os.PathLike[str]) -> int:
 
 
 def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
-    """Returns the source that holds these images only, in this order."""
+    """Returns a source with only these images, in this order."""
     return _collect([source], np.broadcast_to(0, len(indices)), np.asarray(indices))
 
 
 def shuffle_once(source: Source) -> Source:
-    """Returns the source in one random order, always the same, so that a slice is a fair sample."""
+    """Shuffles a source with a fixed seed, so that a slice of it is a random sample."""
     return select(source, np.random.default_rng(0).permutation(len(source)))
 
 
 def join(sources: Sequence[Source]) -> Source:
-    """Returns the images of all sources, one source after the other; their classes are the same."""
+    """Concatenates sources, which must have the same classes."""
     counts = [*map(len, sources)]
     indices = np.concatenate([np.arange(count) for count in counts])
     return _collect(sources, np.repeat(np.arange(len(sources)), counts), indices)
@@ -186,30 +188,30 @@ def _collect(
 
 
 _SLICE = re.compile(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?')
-_SPLIT = 'expected a name, or NAME[:90%], NAME[90%:], NAME[10:20], or several joined by +'
+_SPLIT = 'expected NAME, NAME[:90%], NAME[90%:], NAME[10:20], or several of them joined by +'
 
 
 def take_split(split: str, whole: Callable[[str], Source], *, of: str) -> Source:
-    """Selects the images of `NAME`, a slice `NAME[10%:200]`, or several of these joined by `+`.
+    """Opens a split `NAME`, a slice such as `NAME[10%:200]`, or several of them joined by `+`.
 
     Args:
-      split: The text.
-      whole: Opens the split of a name.
-      of: The name of the data in messages.
+      split: The split.
+      whole: Opens a whole split by name.
+      of: The name of the data for messages.
 
     Raises:
-      UserError: If the text is of another form, a slice is empty, or the classes of joined splits
+      UserError: If `split` has another form, a slice is empty, or the classes of joined splits
         differ.
     """
     parts = [_take_slice(text.strip(), split, whole, of) for text in split.split('+')]
     for part in parts[1:]:
         if (part.class_names, part.multi_label) != (parts[0].class_names, parts[0].multi_label):
-            raise UserError(f'split {split!r} of {of}: its parts have different classes')
+            raise UserError(f'{of}: the parts of split {split!r} have different classes')
     return join(parts) if len(parts) > 1 else parts[0]
 
 
 def split_names(split: str) -> list[str]:
-    """Returns the names in a split, without their slices."""
+    """Returns the names in `split` without slices: `['train']` for `train[:90%]`."""
     return [text.partition('[')[0].strip() for text in split.split('+')]
 
 
@@ -222,8 +224,8 @@ def _take_slice(text: str, split: str, whole: Callable[[str], Source], of: str) 
     start, stop = (None if bound is None else _index(bound, len(source)) for bound in bounds)
     selected = range(len(source))[start:stop]
     if not selected:
-        there = f'{name} has {counted(len(source), "image")}'
-        raise UserError(f'split {text!r} of {of} is empty: {there}')
+        images = counted(len(source), 'image')
+        raise UserError(f'{of}: split {text!r} is empty; {name} has {images}')
     return source if len(selected) == len(source) else select(source, selected)
 
 
@@ -235,20 +237,20 @@ _NUMBER = re.compile(r'[+-]?\d+(\.\d+)?')
 
 
 def class_order(names: Iterable[str]) -> list[str]:
-    """Sorts the names of classes: as numbers if all are numbers, else as text."""
+    """Sorts class names, numerically if all of them are numbers."""
     ordered = sorted(names)
     return sorted(ordered, key=float) if all(map(_NUMBER.fullmatch, ordered)) else ordered
 
 
 def canonical_name(name: str) -> str:
-    """Returns the same text for names that differ in case, Unicode form and white space alone."""
+    """Normalizes case, Unicode form and white space of a name, for comparisons."""
     return ' '.join(unicodedata.normalize('NFKC', name).casefold().split())
 
 
 def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
-    """Maps each given name to the one known name that looks the same (see `canonical_name`).
+    """Maps names to the known names with the same canonical name.
 
-    Omits a name that looks like no known name, or like more than one.
+    Prefers an identical known name. Omits names with no match or with several matches.
     """
     count = collections.Counter(map(canonical_name, known))
     by_form = {form: name for name in known if count[form := canonical_name(name)] == 1}
@@ -259,12 +261,12 @@ def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Logs a warning, once in a program, however often the data are opened."""
+    """Logs a warning once per process, even if the data is opened several times."""
     logging.warning('%s', text)
 
 
 def relative_names(names: Sequence[str], data: str) -> list[str]:
-    """Returns the names without the folder of the data, which may lie elsewhere another time."""
+    """Removes the folder of the data from file names, so that they do not change if it moves."""
     path = pathlib.Path(data)
     inner, outer = (f'{folder}{os.sep}' for folder in (path, path.parent))
     start = len(inner)
@@ -272,36 +274,37 @@ def relative_names(names: Sequence[str], data: str) -> list[str]:
 
 
 def relabeled(source: Source, path: str) -> Source:
-    """Returns the images with the labels of a JSON file, multi-label, over the same classes.
+    """Replaces the labels by the multi-labels of a JSON file, over the same classes.
 
-    The file has a list of class numbers for each image, in one of two forms: a list in the order of
-    the sorted file names without folders, as ReaL's `real.json`; or an object by file name, of
-    which folders and ending may be left out: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`.
+    The file has a list of class numbers for each image, in one of two forms. A list, such as ReaL's
+    `real.json`, is in the order of the sorted file names without folders. An object has file names
+    as keys: `{"val/n01440764/ILSVRC2012_val_00000293.JPEG": [0]}`; folders and extension are
+    optional.
 
     Raises:
-      UserError: If an image has no entry, several images have the same, or an entry is no list of
-        class numbers.
+      UserError: If an image has no entry, several images have the same entry, or an entry is not a
+        list of class numbers.
     """
     with usable(path, 'a JSON file of labels'):
         entries = json.loads(pathlib.Path(path).read_bytes())
     names = [_as_path(name) for name in source.read_names(range(len(source)))]
     if isinstance(entries, list):
         require(len(names) == len(entries), f'{path}: {len(entries)} entries, {len(names)} images')
-        if not all(name.suffix for name in names):  # TFDS and arrays number them in another order
-            raise UserError(f'{path}: a list goes by file names, and {names[0]} is none')
+        if not all(name.suffix for name in names):  # TFDS and arrays have another order
+            raise UserError(f'{path}: a list needs images with file names; found {names[0]}')
         in_order = sorted(name.name for name in names)
         entries = dict(zip(in_order, entries, strict=True))
-    require(isinstance(entries, dict), f'{path}: expected a list, or an object by file name')
+    require(isinstance(entries, dict), f'{path}: expected a list, or an object with file names')
     entries = {str(_as_path(key)): classes for key, classes in entries.items()}
     keys = [_find_key(name, entries, path) for name in names]
     key, uses = collections.Counter(keys).most_common(1)[0]
-    require(uses == 1, f'{path}: entry {key!r} fits {uses} images: name them with folders')
+    require(uses == 1, f'{path}: entry {key!r} matches {uses} images; add folders to the names')
     numbers = range(len(source.class_names))
     for key in keys:
         entry = entries[key]
         if not isinstance(entry, list) or not all(type(n) is int and n in numbers for n in entry):
             legal = f'a list of class numbers, 0 to {len(numbers) - 1}'
-            raise UserError(f'{path}: entry {key!r} is {entry!r}: expected {legal}')
+            raise UserError(f'{path}: entry {key!r} is {entry!r}; expected {legal}')
     rows = multi_hot([entries[key] for key in keys], len(numbers))
     return dataclasses.replace(
         source,
@@ -313,42 +316,46 @@ def relabeled(source: Source, path: str) -> Source:
 
 
 def _as_path(name: str) -> pathlib.PurePath:
-    """Returns the name as a path; a member of a tar file is FILE.tar:MEMBER."""
+    """Converts a name to a path; the name of a member of a tar file is FILE.tar:MEMBER."""
     return pathlib.PurePath(name.replace(':', '/'))
 
 
 def _find_key(name: pathlib.PurePath, entries: dict[str, object], path: str) -> str:
-    """Returns the key of an image: the one with most of its folders."""
+    """Returns the key of an image: the key with the most folders of its name."""
     for start in range(len(name.parts)):
         part = pathlib.PurePath(*name.parts[start:])
         for key in str(part), str(part.with_suffix('')):
             if key in entries:
                 return key
-    raise UserError(f'{path}: no entry for {name}')
+    raise UserError(f'{path}: no entry for image {name}')
 
 
 def drop_unlabeled(source: Source) -> Source:
-    """Leaves out the images without a class, which an evaluation cannot count."""
+    """Drops the images without a class, because an evaluation cannot count them."""
     if not source.multi_label:
         return source
     has_label = source.labels.any(axis=1)
     if has_label.all():
         return source
-    require(bool(has_label.any()), f'none of {len(source)} images has a label')
+    require(bool(has_label.any()), f'labels: none of {len(source)} images has a label')
     name = source.name_of(int(has_label.argmin()))
     count = counted(int((~has_label).sum()), 'image')
-    logging.warning('%s without a label left out: %s', count, name)
+    logging.warning('%s without a label skipped, such as %s', count, name)
     return select(source, np.flatnonzero(has_label))
 
 
 def renumbered(source: Source, class_names: Sequence[str]) -> Source:
-    """Returns the images with the numbers that their classes have among a model's `class_names`.
+    """Renumbers the classes of a source as a model numbers them, by name (see `matched_names`).
 
-    Classes are matched by name (see `matched_names`). Names that are WordNet ids (n01440764) are
-    matched to ImageNet's classes. Images whose classes are all unknown are left out with a warning.
+    WordNet ids (n01440764) match ImageNet's classes. Images are skipped with a warning if the model
+    has none of their classes.
+
+    Args:
+      source: The images.
+      class_names: The classes of the model.
 
     Raises:
-      UserError: If no class is known, or a name stands for two classes of the model.
+      UserError: If no class matches, or a name stands for two classes of the model.
     """
     if all(re.fullmatch(r'n\d{8}', name) for name in source.class_names):
         class_names = imagenet_classes.ids() if imagenet_classes.are(class_names) else class_names
@@ -356,23 +363,23 @@ def renumbered(source: Source, class_names: Sequence[str]) -> Source:
         return source
     known = matched_names(source.class_names, class_names)
     if not known:
-        both = f'{_some(source.class_names)}; the network has {_some(class_names)}'
-        raise UserError(f'no class of the data is one of the network: the data have {both}')
+        both = f'data {_some(source.class_names)}; model {_some(class_names)}'
+        raise UserError(f'the data and the model have no class in common: {both}')
     uses = collections.Counter(class_names)
     for name in known.values():
-        require(uses[name] == 1, f'{uses[name]} classes of the network have the name {name!r}')
+        require(uses[name] == 1, f'{uses[name]} classes of the model have the name {name!r}')
     number_of = {name: number for number, name in enumerate(class_names)}
     result = _renumber(source, {a: number_of[b] for a, b in known.items()}, class_names)
     if unknown := [name for name in source.class_names if name not in known]:
         count = f'{len(unknown)} of {len(source.class_names)} classes'
         images = counted(len(source) - len(result), 'image')
-        text = f"{count} are not among the network's: {_some(unknown)}; {images} of these left out"
+        text = f'skipped {images}: the model lacks {count} of the data, {_some(unknown)}'
         logging.warning('%s', text)
     return result
 
 
 def keep_classes(source: Source, class_names: Sequence[str]) -> Source:
-    """Returns the images of these classes alone, numbered in this order.
+    """Returns the images of only these classes, with class numbers in this order.
 
     Raises UserError if no image is left.
     """
@@ -381,9 +388,9 @@ def keep_classes(source: Source, class_names: Sequence[str]) -> Source:
 
 
 def _renumber(source: Source, number_of: dict[str, int], class_names: Sequence[str]) -> Source:
-    """Replaces the class numbers by those of `number_of`, and leaves out images of other classes.
+    """Replaces class numbers by `number_of`, and drops images that have only other classes.
 
-    Of an image with several classes the known ones remain; an image without any class stays.
+    A multi-label image keeps its known classes. Images without any class are kept.
     """
     numbers = np.array([number_of.get(name, -1) for name in source.class_names])
     is_known = numbers >= 0
@@ -413,10 +420,10 @@ def _renumber(source: Source, number_of: dict[str, int], class_names: Sequence[s
         is_kept = labels[:, is_known].any(axis=1) | ~labels.any(axis=1)
     else:
         is_kept = is_known[labels]
-    require(bool(is_kept.any()), f'no image has one of the classes {_some(class_names)}')
+    require(bool(is_kept.any()), f'classes: no image has any of {_some(class_names)}')
     return select(result, np.flatnonzero(is_kept))
 
 
 def _some(names: Sequence[str]) -> str:
-    """Returns the first few names, and dots if there are more."""
+    """Formats the first three names, with dots if there are more."""
     return ', '.join([*map(repr, names[:3]), *(['...'] if len(names) > 3 else [])])

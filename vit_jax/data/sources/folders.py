@@ -1,4 +1,4 @@
-"""Images as files in folders: ROOT/SPLIT/CLASS/NAME.jpg, ROOT/CLASS/NAME.jpg, or any files."""
+"""Image files in folders: ROOT/SPLIT/CLASS/NAME.jpg, ROOT/CLASS/NAME.jpg, or without classes."""
 
 import functools
 import os
@@ -20,19 +20,19 @@ from vit_jax.data.sources.base import (
 )
 
 SPLIT_NAMES = frozenset('train training test testing val valid validation'.split())
-_HEIC = frozenset({'.heic', '.heif', '.hif'})  # images, even if they cannot be read here
-# Folders that operating systems and network disks put next to images: thumbnails, removed files.
+_HEIC = frozenset({'.heic', '.heif', '.hif'})  # images, even if pillow-heif is not installed
+# Folders that operating systems and network disks create: thumbnails, deleted files.
 _SYSTEM_FOLDERS = frozenset(
     ['__MACOSX', '@eaDir', '#recycle', '$RECYCLE.BIN', 'System Volume Information', 'lost+found']
 )
 
 
 def open_splits(root: str) -> Splits:
-    """Opens ROOT/train/CLASS and so on as splits, and a ROOT of classes as one split, `all`.
+    """Returns the splits ROOT/train/CLASS, ROOT/test/CLASS etc., or one split `all` of ROOT/CLASS.
 
-    Images may lie deeper within a class. Class names are the names of the folders, in the order of
-    `class_order`. Opening a split raises UserError with all empty classes, and all classes that it
-    does not share with the other splits. Images outside of classes are counted in a warning.
+    Images may be in subfolders of a class. Class names are folder names, in the order of
+    `class_order`. Opening a split raises one UserError that lists all empty classes and all classes
+    that are not in the other splits. A warning counts the images outside of classes.
     """
     path = pathlib.Path(root)
     folders = _split_folders(path)
@@ -42,11 +42,11 @@ def open_splits(root: str) -> Splits:
     classes = {split: {*folder_names(folder)} for split, folder in folders.items()}
 
     def open_split(split: str) -> Source:
-        faults, own = list[str](), classes[split]
-        for other, names in classes.items():
-            same_data = {*map(canonical_name, own)} & {*map(canonical_name, names)}
-            for name in sorted(own ^ names) if same_data else ():
-                has, lacks = (split, other) if name in own else (other, split)
+        faults, names = list[str](), classes[split]
+        for other, other_names in classes.items():
+            same_data = {*map(canonical_name, names)} & {*map(canonical_name, other_names)}
+            for name in sorted(names ^ other_names) if same_data else ():
+                has, lacks = (split, other) if name in names else (other, split)
                 faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
         return files_by_class(folders[split], faults)
 
@@ -57,15 +57,15 @@ KIND = SourceKind('a folder of train/CLASS/*.jpg or CLASS/*.jpg', os.path.isdir,
 
 
 def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns the folders of splits by lower-case name; none where the folders are classes.
+    """Returns the folders of splits by lower-case name; an empty dict if the folders are classes.
 
-    Capitalized names are splits if all folders have such names: `Train` may be a class of vehicles.
+    Capitalized names are splits only if all folders are: `Train` may be a class of vehicles.
     """
     names = folder_names(path)
     if all(name.casefold() in SPLIT_NAMES for name in names):
         splits = {name.casefold(): path / name for name in names}
-        twice = f'{path}: {", ".join(names)}: expected one folder for each split'
-        require(len(splits) == len(names), twice)
+        duplicate = f'{path}: found {", ".join(names)}; expected one folder per split'
+        require(len(splits) == len(names), duplicate)
         return splits
     if not SPLIT_NAMES & {*names}:
         return {}
@@ -73,13 +73,13 @@ def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
-    """Opens the images of ROOT/CLASS/, in a fixed random order.
+    """Opens the images of ROOT/CLASS/ in a fixed random order.
 
-    Raises UserError with these faults, and for empty classes.
+    Raises one UserError that lists `faults` and all empty classes, if there are any.
     """
     class_names, faults = folder_names(root), [*faults]
     if not class_names:
-        faults.append(f'{root}: no folders of classes; expected {root}/CLASS/*.jpg')
+        faults.append(f'{root}: no class folders; expected {root}/CLASS/*.jpg')
     paths, labels = list[str](), list[int]()
     for label, name in enumerate(class_names):
         try:
@@ -87,14 +87,14 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
             paths += images
             labels += [label] * len(images)
         except UserError as error:
-            faults.append(f'{error}: add images, or move it out of the data')
+            faults.append(f'{error}; add images, or remove the folder')
     refuse(faults)
     _warn_of_loose_images(root)
     return shuffle_once(labeled_source(paths, labels, class_names))
 
 
 def unlabeled(paths: Sequence[str]) -> Source:
-    """These files, and the images of these folders; no classes, and every label is 0."""
+    """Opens these files and the images of these folders, without classes; all labels are 0."""
     images: list[str] = []
     for path in map(pathlib.Path, paths):
         if not path.exists():
@@ -104,33 +104,33 @@ def unlabeled(paths: Sequence[str]) -> Source:
 
 
 def image_files(path: pathlib.Path) -> list[str]:
-    """Returns the images below a folder, sorted, without hidden files and folders.
+    """Returns the images in a folder and its subfolders, sorted, without hidden ones.
 
-    Warns of other files. Raises UserError if there are no images.
+    Logs a warning if there are other files. Raises UserError if there are no images.
     """
     files = sorted(_files_below(path), key=lambda file: file.split(os.sep))
     images = [file for file in files if is_image(file)]
     others = [file for file in files if not is_image(file)]
-    absent = f'{path}: no images in this folder'
+    empty = f'{path}: no images in this folder'
     if others:
-        left_out = f'{counted(len(others), "file")} of other endings, such as {others[0]}'
-        require(bool(images), f'{absent}; {left_out}')
-        warn_once(f'{path}: left out {left_out}')
-    require(bool(images), absent)
+        skipped = f'{counted(len(others), "file")} with other extensions, such as {others[0]}'
+        require(bool(images), f'{empty}; found {skipped}')
+        warn_once(f'{path}: skipped {skipped}')
+    require(bool(images), empty)
     return images
 
 
 def _files_below(folder: pathlib.Path) -> Iterator[str]:
-    """Yields the files below a folder; links are followed, each folder is read once.
+    """Yields the files in a folder and its subfolders; follows links, and reads no folder twice.
 
-    Links to folders are read last, in the order of their names, so that a link to a folder that is
-    in the data anyway changes no file's name.
+    Reads links to folders last, in the order of their names. So a link to a folder that is also in
+    the data under its own name changes no file's name.
     """
     seen, links = set[str](), [os.fspath(folder)]
     while links:
         for place, folders, files in os.walk(links.pop(0), onerror=_raise):
             if (real := os.path.realpath(place)) in seen:
-                warn_once(f'{place}: left out, as it was read by another path')
+                warn_once(f'{place}: skipped, because it was already read from another path')
                 folders.clear()
                 continue
             seen.add(real)
@@ -148,24 +148,24 @@ def _is_visible(name: str) -> bool:
 
 
 def is_image(file: str) -> bool:
-    """Whether the ending of a file's name is one of images, readable here or not."""
+    """Returns whether a file has the extension of a supported image format, or of HEIC."""
     suffix = os.path.splitext(file)[1].lower()
     return suffix in _HEIC or suffix in formats_by_ending()
 
 
 def folder_names(path: pathlib.Path) -> list[str]:
-    """Returns the names of the visible folders in a folder, in the order of classes."""
+    """Returns the names of the visible subfolders in the order of `class_order`."""
     return class_order(filter(_is_visible, next(os.walk(path, onerror=_raise))[1]))
 
 
 def loose_images(path: pathlib.Path) -> list[str]:
-    """Returns the names of the images directly in a folder."""
+    """Returns the names of the images that are directly in a folder, not in subfolders."""
     names = next(os.walk(path, onerror=_raise))[2]
     return [name for name in names if _is_visible(name) and is_image(name)]
 
 
 def _warn_of_loose_images(folder: pathlib.Path) -> None:
-    """Warns of images next to the folders of classes."""
+    """Logs a warning if there are images outside of the class folders."""
     if images := loose_images(folder):
         count = counted(len(images), 'image')
-        warn_once(f'{folder}: {count} in no folder of a class left out, such as {min(images)}')
+        warn_once(f'{folder}: {count} outside of class folders skipped, such as {min(images)}')

@@ -1,7 +1,7 @@
-"""ImageNet (ILSVRC 2012) as it is distributed: its folders, or its tar files, read in place.
+"""ImageNet (ILSVRC 2012) as it is distributed: its folders, or its tar files without unpacking.
 
 Classes are the sorted WordNet ids. The validation images are in one folder or tar file without
-classes; their labels come from the development kit, or from Kaggle's `LOC_val_solution.csv`.
+classes. Their labels come from the development kit or from Kaggle's `LOC_val_solution.csv`.
 """
 
 import csv
@@ -21,19 +21,19 @@ from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source
 from vit_jax.data.sources.folders import files_by_class, image_files
 
 TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
-_WHOLE = 'a whole tar file, as it is distributed'
+_WHOLE = 'a complete tar file, as ImageNet distributes it'
 KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
 
 
 def _recognizes(root: str) -> bool:
-    """Whether a folder holds ImageNet in an original form. (`val/CLASS/` is an ordinary folder.)"""
+    """Returns whether a folder has ImageNet's tar files, or a val/ folder without class folders."""
     path = pathlib.Path(root)
     tars = (path / TRAIN_TAR).is_file() or (path / VAL_TAR).is_file()
     return tars or any(path.glob('val/ILSVRC2012_val_*.JPEG'))
 
 
 def _open_splits(root: str) -> Splits:
-    """`train` and `val`, if present; a tar file is preferred to a folder.
+    """Returns the splits `train` and `val` that exist; prefers a tar file to a folder.
 
     Opening `val` raises UserError if its labels are missing.
     """
@@ -63,7 +63,7 @@ class _Member(NamedTuple):
 
 
 def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
-    """The members of a tar archive that starts at an offset of a file, at offsets of that file."""
+    """Yields the members of a tar archive that starts at byte `start`, with offsets in the file."""
     file.seek(start)
     with tarfile.open(fileobj=file, mode='r:') as tar:
         for info in tar:
@@ -72,7 +72,7 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
 
 
 def _open_train_tar(path: pathlib.Path) -> Source:
-    """A tar file of tar files, one for each class: `n01440764.tar`."""
+    """Opens a tar file that contains a tar file for each class, such as `n01440764.tar`."""
     with usable(path, _WHOLE), path.open('rb') as file:
         classes = sorted(_members(file))
         images = [sorted(_members(file, inner.offset)) for inner in classes]
@@ -94,7 +94,7 @@ def _tar_source(
     labels: Sequence[int] | np.ndarray,
     class_names: Sequence[str],
 ) -> Source:
-    descriptor = os.open(path, os.O_RDONLY)  # which threads read by `pread`
+    descriptor = os.open(path, os.O_RDONLY)  # shared by threads: `pread` uses no file position
     source = labeled_source(
         members,
         labels,
@@ -113,34 +113,34 @@ def _open_val_folder(path: pathlib.Path) -> Source:
 
 
 def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, list[str]]:
-    """The class numbers of validation images, and the names of all classes."""
+    """Returns the class numbers of validation images, and the names of all classes."""
     above = (folder / SOLUTION for folder in [*root.resolve().parents][:3])
     path = _first_of(root / SOLUTION, root / f'{KIT}.tar.gz', root / KIT, *above)
     if path is None:
         kit = f'expected {KIT}.tar.gz (the development kit), its folder {KIT}'
-        places = f'{kit}, or {SOLUTION} there or up to 3 folders above'
-        raise UserError(f'{root}: the labels of the validation images are missing: {places}')
+        places = f'{kit}, or {SOLUTION} in this folder or up to 3 folders above'
+        raise UserError(f'{root}: no labels of the validation images; {places}')
     classes = _read_solution(path) if path.name == SOLUTION else _read_kit(path)
     stems = [pathlib.PurePath(name).stem for name in names]
     if absent := [stem for stem in stems if stem not in classes]:
-        raise UserError(f'{root}: {absent[0]} has no label ({len(absent)} such images)')
+        raise UserError(f'{root}: {absent[0]} has no label in {path} ({len(absent)} such images)')
     class_names = sorted(set(classes.values()))
     return np.searchsorted(class_names, [classes[stem] for stem in stems]), class_names
 
 
 def _read_solution(path: pathlib.Path) -> dict[str, str]:
-    """Kaggle's: `ILSVRC2012_val_00048981,n03995372 85 1 499 272`."""
+    """Reads Kaggle's labels, with lines `ILSVRC2012_val_00048981,n03995372 85 1 499 272`."""
     with usable(path, 'columns ImageId and PredictionString'), path.open(newline='') as file:
         rows = csv.DictReader(file)
         return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
 
 
 def _read_kit(path: pathlib.Path) -> dict[str, str]:
-    """The development kit's: one number per image, and a table from numbers to WordNet ids."""
+    """Reads the kit's labels: a number per image, and a table from numbers to WordNet ids."""
     from scipy import io as scipy_io
 
     names = 'ILSVRC2012_validation_ground_truth.txt', 'meta.mat'
-    with usable(path, "the development kit's two files, undamaged"):
+    with usable(path, f'undamaged files {names[0]} and {names[1]}'):
         if path.is_dir():
             truth, table = ((path / 'data' / name).read_bytes() for name in names)
         else:

@@ -1,4 +1,4 @@
-"""Opens data: what a configuration's `data`, `split` and `labels` mean."""
+"""Opens the data that the configuration's `data`, `split`, `labels` and `classes` describe."""
 
 import collections
 import dataclasses
@@ -34,43 +34,49 @@ KINDS: tuple[SourceKind, ...] = tuple(
     importlib.import_module(f'vit_jax.data.sources.{name}').KIND for name in _NAMES
 )
 EXPECTED = ', '.join(kind.expected for kind in KINDS)
-# The split `test` is the first of these that the data has.
+# `test` stands for the first of these splits that exists.
 TEST_NAMES = 'test', 'testing', 'val', 'validation', 'valid'
 _CUT = (
-    "a part of train can be tested on: --config.train_split='train[:90%]' "
-    "--config.eval_split='train[90%:]'; in vit_jax.evaluate --split=train"
+    "to hold out a part of train, set --config.train_split='train[:90%]' "
+    "--config.eval_split='train[90%:]'; with vit_jax.evaluate, set --split=train"
 )
-_BALANCED = 100  # images; of a class of at most so many exactly the fraction is held out
+_BALANCED = 100  # classes with at most this many images hold out exactly the fraction
 _REMOTE = (
-    'images on a store are not read from there: copy them to a disk of every host (gcloud storage '
-    'rsync -r), or mount the bucket read-only (gcsfuse -o ro --implicit-dirs), and name that folder'
+    'images cannot be read from a bucket; copy them to a disk of every host (gcloud storage '
+    'rsync -r), or mount the bucket read-only (gcsfuse -o ro --implicit-dirs), and use that folder'
 )
 
 
 @dataclasses.dataclass(kw_only=True)
 class HeldOut(records.Record):
-    """The part of data without splits that becomes `test`."""
+    """Selects the held-out images of data without splits, which become the split `test`."""
 
-    fraction: float = 0.1  # of each class; at least one image
-    seed: int = 0  # of the digests
+    fraction: float = 0.1  # fraction of each class to hold out; at least one image
+    seed: int = 0  # another seed holds out other images
 
     def check(self) -> None:
         records.require_between(self, 'fraction', above=0, below=1)
 
 
-Opener = Callable[..., Source]  # (data, split, labels=None, classes=()), see `make_opener`
+Opener = Callable[..., Source]  # (data, split, labels=None, classes=()); see `make_opener`
 
 
 def make_opener(held_out: HeldOut | None = None) -> Opener:
-    """Returns a function `(data, split, labels=None, classes=()) -> Source` with a cache.
+    """Returns a cached function `(data, split, labels=None, classes=()) -> Source`.
+
+    `data` is data that `open_splits` can open, or a function from the name of a split to a Source.
+
+    `split` is the name of a split, or a slice such as `train[:90%]` or `test[100:200]`, or several
+    of them, such as `train[:800]+validation[:200]`. A slice of files is a random sample with a
+    fixed seed.
+
+    `labels` is a JSON file (see `relabeled`) or a column of TFDS data, and replaces the labels.
+    Images without a class are skipped with a warning.
+
+    `classes` are the names of the classes to keep; all if it is empty.
 
     Args:
-      data: One of the kinds of `open_splits`, or a function from the name of a split to a Source.
-      split: A name and perhaps a slice, `train[:90%]` or `test[100:200]`: of files a random sample
-        with a fixed seed; or several, `train[:800]+validation[:200]`.
-      labels: A JSON file (see `relabeled`) or a column of TFDS data that replaces the labels.
-        Images without a class are left out, with a warning.
-      classes: The names of the classes whose images are kept; all if empty.
+      held_out: How data without splits is divided.
     """
 
     open_all = functools.cache(functools.partial(open_splits, held_out=held_out))
@@ -83,10 +89,10 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
                 splits = open_all(data, label_column=column)
                 source = splits[_find_split(name, splits, data)]()
         else:
-            require(column is None, f'labels={labels!r}: expected FILE.json for data of a function')
+            require(column is None, f'labels={labels!r}: expected FILE.json if data is a function')
             source = data(name)
             call = f'{records.text_of(data)}({name!r})'
-            require(isinstance(source, Source), f'{call} is no Source: {source!r}')
+            require(isinstance(source, Source), f'{call} returned {source!r}; expected a Source')
         return source if labels is None or column else relabeled(source, labels)
 
     @functools.cache
@@ -95,12 +101,12 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
     ) -> Source:
         name, request = records.text_of(data), split
         source = take_split(split, functools.partial(open_whole, data, labels), of=name)
-        if labels is not None:  # after the slice, so that a split names the same images
+        if labels is not None:  # after slicing, so that a slice has the same images with any labels
             source, request = drop_unlabeled(source), f'{split} with {labels}'
-        for one in classes:
-            if one not in source.class_names:
-                nearest = records.nearest(one, source.class_names)
-                raise UserError(f'classes: {name} has no class {one!r}; {nearest}')
+        for class_name in classes:
+            if class_name not in source.class_names:
+                nearest = records.nearest(class_name, source.class_names)
+                raise UserError(f'classes: {name} has no class {class_name!r}; {nearest}')
         if classes:
             source = keep_classes(source, classes)
             request += f' ({counted(len(classes), "class")})'
@@ -110,22 +116,27 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
 
 
 def _find_split(name: str, splits: Splits, data: str) -> str:
-    """Returns the name that a split has in the data. Raises UserError if there is none."""
-    names = {'test': TEST_NAMES, 'train': ('train', 'training')}
-    for other in names.get(name, (name,)):
-        if other in splits:
-            return other
-    cut = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
-    raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}{cut}')
+    """Returns the data's own name of the split `name`. Raises UserError if it does not exist."""
+    synonyms = {'test': TEST_NAMES, 'train': ('train', 'training')}
+    for synonym in synonyms.get(name, (name,)):
+        if synonym in splits:
+            return synonym
+    hint = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
+    raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}{hint}')
 
 
 def open_splits(
     data: str, held_out: HeldOut | None = None, *, label_column: str | None = None
 ) -> Splits:
-    """Returns the splits of a data set by name, each a function that opens it.
+    """Returns functions that open the splits of a data set, by name.
 
-    One of KINDS recognizes `data`. Data without splits has the split `all`, which `held_out`
-    divides into `train` and `test`. `label_column` names another column of labels.
+    Args:
+      data: A path or name that one of KINDS recognizes.
+      held_out: How data without splits is divided: it has the splits `all`, `train` and `test`.
+      label_column: The column of labels, instead of the default one.
+
+    Raises:
+      UserError: If no kind recognizes `data`, or if it has no label columns to choose from.
     """
     require(not storage.is_remote(data), f'data={data!r}: {_REMOTE}')
     kind = next((kind for kind in KINDS if kind.recognizes(data)), None)
@@ -133,7 +144,7 @@ def open_splits(
         wrong = 'unknown kind of data' if os.path.exists(data) else 'no such file or folder'
         raise MissingFile(f'data={data!r}: {wrong}; expected {EXPECTED}')
     columns = () if label_column is None else (label_column,)
-    unused = f'labels={label_column!r}: expected FILE.json; {data} has no columns of labels'
+    unused = f'labels={label_column!r}: expected FILE.json, because {data} has no label columns'
     require(kind.has_label_columns or not columns, unused)
     return _with_held_out(kind.open_splits(data, *columns), held_out or HeldOut(), data)
 
@@ -148,7 +159,7 @@ def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:
         source = splits['all']()
         is_test = _draw_test_images(source, held_out, data)
         count = f'{is_test.sum():,} of {len(source):,} images are held out for testing'
-        how = '--config.held_out.fraction sets the share of each class'
+        how = '--config.held_out.fraction sets the fraction of each class'
         warn_once(f'{data}: no train/ and test/ splits: {count}; {how}')
         return source, is_test
 
@@ -160,13 +171,14 @@ def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:
 
 
 def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.ndarray, 'n']:
-    """Returns a mask of the held-out images.
+    """Returns a mask that is True for the held-out images.
 
-    Each file has a place from 0 to 1, a digest of its name within the data. Of a class of many
-    files those below the fraction are held out, so that none changes sides when others come or go;
-    of few files exactly the fraction; always at least one, and never all. Multi-label data counts
-    as one class. A file to which several links or lines of a table point has its own name if that
-    is among them, else the first one. Raises UserError for a class of one image.
+    A digest of the seed and its name gives each file a number between 0 and 1. In a class with
+    many files, the files with numbers below the fraction are held out, so that a file stays in its
+    split when other files are added or removed. A class with at most _BALANCED files holds out
+    exactly the fraction. Every class holds out at least one file, but never all. Multi-label data
+    counts as one class. If several links or table lines point to one file, its own name is used if
+    it is among them, otherwise the first name. Raises UserError for a class with only one image.
     """
     paths = source.read_names(range(len(source)))
     names, files = relative_names(paths, data), [*map(os.path.realpath, paths)]
@@ -186,12 +198,12 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
         if len(members) <= _BALANCED:
             count = round(held_out.fraction * len(members))
         else:
-            count = sum(place < held_out.fraction for place, _ in members)
+            count = sum(number < held_out.fraction for number, _ in members)
         count = max(1, min(count, len(members) - 1))
         held |= {file for _, file in sorted(members)[:count]}
         if len(members) == 1:
-            of = 'all the data' if source.multi_label else f'class {source.class_names[label]!r}'
-            text = f'of {of} this is the only image, none can be held out for testing'
+            of = 'the data' if source.multi_label else f'class {source.class_names[label]!r}'
+            text = f'the only image of {of}; expected at least 2, to hold out 1 for testing'
             faults.append(f'{paths[first[members[0][1]]]}: {text}')
     refuse(faults)
     return np.array([file in held for file in files])

@@ -1,9 +1,9 @@
 """Images listed in a table: a CSV or JSONL file of paths and labels.
 
-A line has `path`, absolute or relative to the table's folder, perhaps `split`, and either `label`
-or, multi-label, `labels`: a list in JSONL, separated by `;` in CSV. Other columns are ignored, and
-white space around columns, labels and splits. A CSV file may have semicolons or tabs between its
-columns, as spreadsheets write it in some countries.
+A line has `path`, absolute or relative to the table's folder; `label` or, if multi-label, `labels`;
+and, optionally, `split`. `labels` is a list in JSONL, and is separated by `;` in CSV. Other columns
+are ignored, and so is white space around column names, labels and splits. A CSV file may use
+semicolons or tabs as separators, as spreadsheets do in some countries.
 """
 
 import csv
@@ -38,10 +38,9 @@ class _Row(NamedTuple):
 
 
 def open_splits(path: str) -> Splits:
-    """Opens the splits of a table, or `all` if it has no column `split`.
+    """Returns the splits of a table, or one split `all` if it has no column `split`.
 
-    Class names are sorted, as numbers if all are.
-    Raises UserError with all lines that are wrong.
+    Class names are sorted by `class_order`. Raises one UserError that lists all wrong lines.
     """
     file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
     with usable(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
@@ -52,15 +51,15 @@ def open_splits(path: str) -> Splits:
         except UserError as error:
             faults.append(f'{path}, line {line}: {error}')
     refuse(faults + _contradictions(rows, path))
-    require(bool(rows), f'{path}: no lines')
+    require(bool(rows), f'{path}: empty; expected a table of images')
     class_names = class_order({name for row in rows for name in row.classes})
     number_of = {name: number for number, name in enumerate(class_names)}
     splits = sorted({row.split for row in rows})
 
     def open_split(split: str) -> Source:
-        chosen = [row for row in rows if row.split == split]
-        paths = [str(file.parent / row.path) for row in chosen]
-        classes = [[number_of[name] for name in row.classes] for row in chosen]
+        in_split = [row for row in rows if row.split == split]
+        paths = [str(file.parent / row.path) for row in in_split]
+        classes = [[number_of[name] for name in row.classes] for row in in_split]
         labels = multi_hot(classes, len(number_of)) if rows[0].multi_label else np.ravel(classes)
         return shuffle_once(labeled_source(paths, labels, class_names))
 
@@ -71,23 +70,23 @@ KIND = SourceKind('FILE.csv or .jsonl', lambda data: data.endswith(('.csv', '.js
 
 
 def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
-    """Describes the lines that do not agree with others."""
+    """Returns messages about lines that contradict other lines."""
     with_split, faults = any(row.split for row in rows), list[str]()
     first = dict[str, _Row]()
     for row in rows:
         where, other = f'{path}, line {row.line}', first.setdefault(row.path, row)
         if row.multi_label != rows[0].multi_label:
-            faults.append(f'{where}: some lines have `label`, others `labels`')
+            faults.append(f'{where}: mixes `label` and `labels`; expected the same on all lines')
         elif with_split and not row.split:
-            faults.append(f'{where}: some lines have a `split`, this has none')
+            faults.append(f'{where}: no `split`; expected one, because other lines have one')
         elif not row.multi_label and row.classes != other.classes:
-            text = f'{row.path} is {row.classes[0]!r}, on line {other.line} {other.classes[0]!r}'
-            faults.append(f'{where}: {text}; expected one label an image, or a column `labels`')
+            text = f'{row.path}: {row.classes[0]!r} here, {other.classes[0]!r} on line {other.line}'
+            faults.append(f'{where}: {text}; expected one label per image, or a column `labels`')
     return faults
 
 
-_Line = tuple[int, Any]  # its number, and its values; or an error, if it has none
-_SURPLUS = 'more fields than columns: is a separator not within quotes?'
+_Line = tuple[int, Any]  # the line number, and the values of the line or a UserError
+_SURPLUS = 'more fields than columns; put fields that contain the separator in quotes'
 
 
 def _read_csv(text: str) -> Iterator[_Line]:
@@ -103,10 +102,10 @@ def _read_csv(text: str) -> Iterator[_Line]:
             if 'labels' in values:
                 values['labels'] = [*filter(None, map(str.strip, values['labels'].split(';')))]
             yield reader.line_num, UserError(_SURPLUS) if any(surplus) else values
-    except UserError as error:  # of the header
+    except UserError as error:  # about the header
         yield 1, error
     except csv.Error as error:
-        yield reader.line_num + 1, UserError(f'{error}: is a quotation mark left open?')
+        yield reader.line_num + 1, UserError(f'{error}; check for an unclosed quotation mark')
 
 
 def _read_jsonl(text: str) -> Iterator[_Line]:
@@ -115,26 +114,26 @@ def _read_jsonl(text: str) -> Iterator[_Line]:
             try:
                 yield number, json.loads(line)
             except ValueError as error:
-                yield number, UserError(f'not JSON: {error}')
+                yield number, UserError(f'not JSON ({error})')
 
 
 def _require_columns(names: Collection[str]) -> None:
-    found = f'it has {", ".join(names) or "nothing"}; expected path and label, or path and labels'
-    require(('label' in names) != ('labels' in names) and 'path' in names, found)
+    text = f'columns {", ".join(names) or "none"}; expected path and label, or path and labels'
+    require(('label' in names) != ('labels' in names) and 'path' in names, text)
 
 
 def _parse_row(values: Any, line: int) -> _Row:
     if isinstance(values, UserError):
         raise values
     if not isinstance(values, Mapping):
-        raise UserError('expected an object')
+        raise UserError(f'{values!r}; expected a JSON object')
     _require_columns(values)
     column, expected = ('labels', 'a list of names') if 'labels' in values else ('label', 'a name')
     classes = values['labels'] if column == 'labels' else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(name, str | int) for name in classes):
         raise UserError(f'{column}={values[column]!r}: expected {expected}')
     names, path = tuple(str(name).strip() for name in classes), str(values['path'] or '')
-    require('' not in names and path != '', 'an empty path or label')
+    require('' not in names and path != '', 'empty path or label')
     split = str(values.get('split') or '').strip()
     return _Row(
         line=line,

@@ -1,7 +1,7 @@
-"""Data sets that TensorFlow Datasets (TFDS) prepared, read without TensorFlow.
+"""Reads data sets prepared by TensorFlow Datasets (TFDS), without TensorFlow.
 
-ArrayRecord files are read by TFDS's own data source; TFRecord files, as in most existing folders,
-by offset. Images stay encoded: image_decoding.py decodes them.
+TFDS's own data source reads ArrayRecord files. This module reads TFRecord files, which most
+existing folders have. Images stay encoded; image_decoding.py decodes them.
 """
 
 import functools
@@ -21,16 +21,16 @@ from vit_jax.data.sources.base import EncodedImage, Label, Source, SourceKind, S
 
 _PREFIX, INFO = 'tfds:', 'dataset_info.json'
 # A record of a TFRecord file is its length (8 bytes), a checksum of the length, its bytes, and a
-# checksum of these; both are masked CRC-32C.
+# checksum of its bytes. Both checksums are masked CRC-32C.
 _HEADER = struct.Struct('<QI')
 Example = dict[str, Any]
 
 
 class LabelReader(NamedTuple):
-    """How the label of an example is read, or computed from its other columns."""
+    """Reads the label of an example, or computes it from other columns."""
 
     class_names: tuple[str, ...]
-    read: Callable[[Example], Any]  # returns a class number, or several if multi-label
+    read: Callable[[Example], Any]  # returns a class number; if multi-label, several
     multi_label: bool = False
 
 
@@ -39,25 +39,25 @@ def _recognizes(data: str) -> bool:
 
 
 def named_folder(full_name: str) -> str:
-    """Returns the folder of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION`, in `data_dir`.
+    """Returns the folder of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION` in `data_dir()`.
 
-    Without a version the newest; `3.*.*` is the newest that begins so. Raises UserError if it is
-    not there.
+    Returns the newest version that matches; VERSION may be a pattern such as `3.*.*`. Raises
+    UserError if there is none.
     """
     name, _, version = full_name.partition(':')
     root = data_dir() / name
-    found = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
-    if found:
+    folders = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
+    if folders:
         version_of = _library().core.Version
-        return str(max(found, key=lambda path: version_of(path.name)))
+        return str(max(folders, key=lambda path: version_of(path.name)))
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
-    known = f'there is {", ".join(others)}; ' if others else ''
-    remedy = f'{known}prepare it with python -m vit_jax.prepare {name}'
-    raise UserError(f'tfds:{full_name} is not in {data_dir()}: {remedy}')
+    existing = f'found {", ".join(others)}; ' if others else ''
+    remedy = f'{existing}prepare it with python -m vit_jax.prepare {name}'
+    raise UserError(f'tfds:{full_name}: not in {data_dir()}; {remedy}')
 
 
 def data_dir() -> pathlib.Path:
-    """Where TFDS keeps what it prepared: TFDS_DATA_DIR, by default ~/tensorflow_datasets."""
+    """Returns the folder of prepared data sets: TFDS_DATA_DIR, or ~/tensorflow_datasets."""
     return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
 
 
@@ -65,17 +65,21 @@ def _library() -> Any:
     try:
         import tensorflow_datasets
     except ImportError as error:
-        text = f"data of TFDS needs tensorflow-datasets: pip install 'vit_jax[tfds]' ({error})"
+        text = f"TFDS data needs tensorflow-datasets; run pip install 'vit_jax[tfds]' ({error})"
         raise UserError(text) from error
     return tensorflow_datasets
 
 
 def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
-    """Returns the splits of `tfds:NAME`, or of a folder that TFDS prepared, `NAME/VERSION`.
+    """Returns the splits of `tfds:NAME`, or of a folder NAME/VERSION that TFDS prepared.
 
-    `label` is a column, or computes the labels of the others; without it they are those of the
-    column `label`, or of `labels` (multi-label), or of the only column of one of the two kinds.
-    Raises UserError for unknown file formats and columns.
+    Args:
+      data: The name or the folder.
+      label: The label column, or a reader of labels. By default, the column `label` or the only
+        column of class numbers, or else the column `labels` or the only multi-label column.
+
+    Raises:
+      UserError: If the file format is not supported, or a column does not exist.
     """
     root = named_folder(data.removeprefix(_PREFIX)) if data.startswith(_PREFIX) else data
     library = _library()
@@ -85,11 +89,11 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
     if file_format not in ('array_record', 'tfrecord'):
         raise UserError(f'{root}: file format {file_format}; expected array_record or tfrecord')
     images = [n for n, k in info.features.items() if isinstance(k, library.features.Image)]
-    decoders = {name: library.decode.SkipDecoding() for name in images}  # ours decodes them
+    decoders = {name: library.decode.SkipDecoding() for name in images}  # keeps images encoded
 
     def open_split(split: str) -> Source:
         if file_format == 'array_record':
-            with usable(f'{root}: {split}', 'whole ArrayRecord files'):
+            with usable(f'{root}: {split}', 'undamaged ArrayRecord files'):
                 stored = builder.as_data_source(split, decoders=decoders)
                 shards = info.splits[split]
                 sizes = np.repeat([*map(_checksum_end, shards.filepaths)], shards.shard_lengths)
@@ -97,7 +101,7 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
         else:
             sizes, read_record = read_tfrecords(info.splits[split].filepaths)
             if (count := len(sizes)) != (expected := info.splits[split].num_examples):
-                raise UserError(f'{root}: {split} has {count} records, {INFO} says {expected}')
+                raise UserError(f'{root}: {split} has {count} records; {INFO} says {expected}')
 
             def read_example(index: int) -> Example:
                 return info.features.deserialize_example_np(read_record(index), decoders=decoders)
@@ -130,14 +134,14 @@ def _read_image(
 ) -> tuple[EncodedImage, Label]:
     try:
         example = read_example(index)
-    except RuntimeError as error:  # ArrayRecord has checksums of all that it reads
+    except RuntimeError as error:  # ArrayRecord verifies checksums
         raise UserError(f'damaged: {error}') from error
     image, label = example[image_column], labels.read(example)
     if image is None or label is None:
-        raise UserError('damaged: the record has no image or no label')
+        raise UserError('damaged: the record lacks an image or a label')
     numbers, num_classes = np.atleast_1d(np.asarray(label, int)), len(labels.class_names)
     for number in numbers[(numbers < 0) | (numbers >= num_classes)]:
-        raise UserError(f'label {number}, of {num_classes} classes: has {split} labels?')
+        raise UserError(f'label {number}; expected 0 to {num_classes - 1}; is {split} unlabeled?')
     if labels.multi_label:
         return image, multi_hot([numbers.tolist()], num_classes)[0]
     return image, int(numbers[0])
@@ -146,7 +150,7 @@ def _read_image(
 def _find_columns(
     features: Any, images: Sequence[str], split: str, label: str | LabelReader | None
 ) -> tuple[str, LabelReader]:
-    """Returns the column of images, among the given ones, and the reader of labels."""
+    """Returns the image column, one of `images`, and the reader of labels."""
     kinds = _library().features
     single = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
     lists = [n for n, kind in features.items() if isinstance(kind, kinds.Sequence)]
@@ -154,12 +158,12 @@ def _find_columns(
     image = _preferred('image', images)
     label = label or _preferred('label', single) or _preferred('labels', multi)
     if image is None or label is None:
-        raise UserError(f'{split}: expected an image and a label among {", ".join(features)}')
+        raise UserError(f'{split}: columns {", ".join(features)}; expected an image and a label')
     if isinstance(label, LabelReader):
         return image, label
     if label not in (*single, *multi):
         near = records.nearest(label, (*single, *multi))
-        raise UserError(f'{split}: no column of labels {label!r}; {near}')
+        raise UserError(f'{split}: no label column {label!r}; {near}')
     kind = features[label].feature if label in multi else features[label]
     return image, LabelReader(tuple(kind.names), operator.itemgetter(label), label in multi)
 
@@ -169,7 +173,7 @@ def _preferred(column: str, columns: Sequence[str]) -> str | None:
 
 
 def _checksum_end(path: str | os.PathLike[str]) -> int:
-    """Returns a checksum of the end of an ArrayRecord file: the offsets of its records."""
+    """Returns a checksum of the end of an ArrayRecord file, which has the offsets of records."""
     with open(path, 'rb') as file:
         file.seek(-min(file.seek(0, os.SEEK_END), 65_536), os.SEEK_END)
         return zlib.crc32(file.read())
@@ -180,18 +184,20 @@ def read_tfrecords(
 ) -> tuple[Int[np.ndarray, 'n'], Callable[[int], bytes]]:
     """Returns the checksums of the records of TFRecord files, and a function that reads a record.
 
-    Finds the records by walking from length to length. The checksums of lengths are verified here,
-    the checksum of a record when it is read. UserError names file and offset if one is wrong or the
-    file ends early.
+    Finds records by reading only lengths, and verifies the checksums of lengths. The checksum of a
+    record is verified when it is read.
+
+    Raises:
+      UserError: If a checksum is wrong or a file ends early. The message names file and offset.
     """
-    files = [os.open(path, os.O_RDONLY) for path in paths]  # which threads read by `pread`
-    found = (
+    files = [os.open(path, os.O_RDONLY) for path in paths]  # shared by threads, read with `pread`
+    rows = (
         (number, *record)
         for number, path in enumerate(paths)
         for record in _find_records(path, files[number])
     )
-    kinds = [('file', 'i4'), ('offset', 'i8'), ('length', 'i8'), ('checksum', 'u4')]
-    records = np.fromiter(found, kinds)
+    dtype = [('file', 'i4'), ('offset', 'i8'), ('length', 'i8'), ('checksum', 'u4')]
+    records = np.fromiter(rows, dtype)
 
     def read(index: int) -> bytes:
         number, offset, length, checksum = records[index].tolist()
@@ -204,7 +210,7 @@ def read_tfrecords(
 
 
 def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the offset of each record, and length and written checksum of its bytes."""
+    """Yields the offset of each record, and the length and stored checksum of its bytes."""
     offset, header = 0, os.pread(file, _HEADER.size, 0)
     while header:
         if len(header) < _HEADER.size:
@@ -221,22 +227,22 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int
 
 
 def masked_crc(data: bytes) -> int:
-    """The checksum of the TFRecord format: CRC-32C, rotated, with a constant added."""
+    """Returns the checksum of the TFRecord format: CRC-32C, rotated, plus a constant."""
     crc = int(google_crc32c.value(data))
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def download_and_prepare(name: str, folder: str | None) -> str:
-    """The folder of a named set, downloaded and prepared as ArrayRecord; TFDS needs TensorFlow."""
+    """Downloads a data set, prepares it as ArrayRecord with TensorFlow, and returns its folder."""
     library = _library()
     try:
         import tensorflow as tf
     except ImportError as error:
-        raise UserError("preparing needs TensorFlow: pip install 'vit_jax[tf]'") from error
+        raise UserError("preparing needs TensorFlow; run pip install 'vit_jax[tf]'") from error
     tf.config.set_visible_devices([], 'GPU')
     try:
         builder = library.builder(name, data_dir=folder, file_format='array_record')
     except library.core.registered.DatasetNotFoundError as error:
-        raise UserError(f'TFDS knows no {name!r}: {str(error).splitlines()[0]}') from error
+        raise UserError(f'tfds:{name}: unknown data set ({str(error).splitlines()[0]})') from error
     builder.download_and_prepare(file_format='array_record')
     return str(builder.data_dir)

@@ -1,9 +1,9 @@
-"""The 19 tasks of the Visual Task Adaptation Benchmark, as data `vtab:TASK` of prepared TFDS sets.
+"""The 19 tasks of the Visual Task Adaptation Benchmark, as `vtab:TASK`, from prepared TFDS data.
 
 Paper: Zhai et al. 2019, "A Large-scale Study of Representation Learning with the Visual Task
-Adaptation Benchmark"; sets, splits and labels are those of its code, google-research's
-task_adaptation. Each task has the splits `train`, `validation` and `test`; the 1,000 images of
-VTAB-1k are `train[:800]+validation[:200]`, in TFDS's order.
+Adaptation Benchmark". Data sets, splits and labels follow its code, task_adaptation of
+google-research. Each task has the splits `train`, `validation` and `test`. The 1,000 training
+images of VTAB-1k are `train[:800]+validation[:200]`, in TFDS's order.
 """
 
 import dataclasses
@@ -24,42 +24,42 @@ THOUSAND = 'train[:800]+validation[:200]'  # the training images of VTAB-1k
 
 
 class Task(NamedTuple):
-    """One task: images of a TFDS set, and their labels.
+    """One task: images of a TFDS data set, and their labels.
 
-    Cropping or flipping an image may change its label: of which tasks is in Kolesnikov et al. 2020,
-    "Big Transfer (BiT)", appendix F, whose preprocessing the ViT paper takes over.
+    In some tasks, cropping or flipping an image changes its label. Kolesnikov et al. 2020, "Big
+    Transfer (BiT)", appendix F, lists them; the ViT paper uses that preprocessing.
     """
 
     group: Literal['natural', 'specialized', 'structured']
-    data: str  # its name in TFDS
-    version: int  # the major one: within that TFDS keeps all images in their order
-    train: str = 'train'  # the benchmark's splits, as parts of the set's
+    data: str  # name in TFDS
+    version: int  # major version, within which TFDS keeps images and their order
+    train: str = 'train'  # the benchmark's splits, as splits of the TFDS data set
     validation: str = 'validation'
     test: str = 'test'
     label: str | LabelReader = 'label'
-    crop: bool = True  # leaves the label as it was
-    flip: bool = True
+    crop: bool = True  # whether cropping keeps the label
+    flip: bool = True  # whether flipping keeps the label
 
 
 def _binned(
     bounds: Sequence[float], class_names: Sequence[str], value: Callable[[Example], Any]
 ) -> LabelReader:
-    """The number of bounds below a value."""
+    """Reads the number of bounds below a value as the label."""
     return LabelReader(tuple(class_names), lambda e: np.searchsorted(bounds, value(e)))
 
 
 def _grouped(column: str, old: int, new: int) -> LabelReader:
-    """Numbers below `old`, divided into `new` groups of neighbors."""
+    """Merges labels 0 to `old` - 1 into `new` groups of consecutive labels."""
     return LabelReader(tuple(map(str, range(new))), lambda e: int(e[column]) * new // old)
 
 
 def _nearest_object(example: Example) -> Any:
-    """Distance from the camera, the third of CLEVR's coordinates in the picture."""
+    """Returns the least distance of CLEVR's objects from the camera (the third coordinate)."""
     return min(coordinates[2] for coordinates in example['objects']['pixel_coords'])
 
 
 def _nearest_vehicle(example: Example) -> Any:
-    """Meters along the camera's axis; infinity where there is no car, van or truck."""
+    """Returns the meters along the camera's axis to the nearest car, van or truck, or infinity."""
     types, places = (example['objects'][column] for column in ('type', 'location'))
     ahead = (place[2] for kind, place in zip(types, places, strict=True) if kind < 3)
     return min(ahead, default=np.inf)
@@ -108,7 +108,7 @@ def _open_splits(data: str) -> Splits:
     """Opens the splits of `vtab:TASK`. Raises UserError if the task or its data do not exist."""
     name = data.removeprefix('vtab:')
     if name not in TASKS:
-        raise UserError(f'{data}: no such task; {records.nearest(name, TASKS)}')
+        raise UserError(f'{data}: unknown task; {records.nearest(name, TASKS)}')
     task = TASKS[name]
     splits = tfds.open_splits(_folder(name, task), task.label)
 
@@ -128,19 +128,19 @@ KIND = base.SourceKind('vtab:TASK', lambda data: data.startswith('vtab:'), _open
 
 
 def _folder(name: str, task: Task) -> str:
-    """The folder of the task's set, of another version with a warning."""
+    """Returns the folder of the task's data set; warns if only another version is prepared."""
     try:
         return tfds.named_folder(f'{task.data}:{task.version}.*.*')
     except UserError:
         folder = tfds.named_folder(task.data)
     version = pathlib.Path(folder).name
-    used = f"the benchmark's is {task.version}: its images may be others"
-    warn_once(f'vtab:{name}: version {version} of tfds:{task.data}, {used}')
+    expected = f'the benchmark uses version {task.version}, so results may differ'
+    warn_once(f'vtab:{name}: found version {version} of tfds:{task.data}; {expected}')
     return folder
 
 
 def _brightened(source: Source) -> Source:
-    """The images of dSprites, stored as 0 and 1, with white as 255."""
+    """Scales the images of dSprites, whose pixels are stored as 0 and 1, to 0 and 255."""
 
     def read(index: int) -> tuple[EncodedImage, Label]:
         stored, label = source.read(index)

@@ -120,7 +120,7 @@ def test_a_work_directory_of_another_format_is_rejected(tmp_path, number):
     if number is None:
         del values['format']
     file.write_text(json.dumps(values))
-    message = f'{file}: .* {number}, .* {FORMAT}: [^\n]*$'
+    message = rf'{file}: .*\b{number}\b.*\b{FORMAT}\b[^\n]*$'
     for accept in False, True:
         with pytest.raises(UserError, match=message):
             with workdirs.opened(str(tmp_path), VALUES, Job(), accept_changes=accept):

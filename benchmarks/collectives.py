@@ -95,7 +95,7 @@ def _measured(
         compute=Compute(dtype='bfloat16', remat=remat),
         mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
     )
-    config = memory_plan.without_data(config, num_classes=1000, num_images=10**6)
+    config = memory_plan.with_dummy_data(config, num_classes=1000, num_images=10**6)
     experiment = build_experiment(config, devices=where.devices)
     state, began = training_run.abstract_state(experiment), time.process_time()
     lowered = training_run.lower_update(experiment, state)

@@ -16,7 +16,7 @@ from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
-from vit_jax.experiment import data_record, workdirs
+from vit_jax.experiment import data_manifest, workdirs
 from vit_jax.experiment.workdirs import Workdir
 
 
@@ -50,19 +50,19 @@ def measure(data: str, workdir: pathlib.Path) -> None:
         source = make_opener()(data, 'train')
         clock(f'{len(source):,} files found')
         reader = ImageReader(source, Resize(), (224, 224), exif_rotation=False)
-        sources = data_record.find_sources(reader, [], None)
-        with data_record.compare_data(Workdir(workdir), sources, Job()) as check:
+        sources = data_manifest.name_sources(reader, [], None)
+        with data_manifest.compare_data(Workdir(workdir), sources, Job()) as check:
             clock('names, labels and some sizes recorded or compared')
             check(3600.0)
         clock('in the background: all sizes, and the record')
         (workdir / 'checkpoints' / '1').mkdir(parents=True, exist_ok=True)
-    print(f'the record has {(workdir / workdirs.DATA).stat().st_size / 1e6:.1f} MB')
+    print(f'the record has {(workdir / workdirs.MANIFEST).stat().st_size / 1e6:.1f} MB')
 
 
 def main() -> None:
     """Measures on a folder that is given, or made."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--images', type=app.positive, default=1_281_167)
+    parser.add_argument('--images', type=app.positive_int, default=1_281_167)
     parser.add_argument('--folder')
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

@@ -31,7 +31,7 @@ from configs.pretrain import cifar10_hybrid
 from vit_jax.base.array_types import Array
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.data.loading import LoaderConfig, cores
+from vit_jax.data.loading import LoaderConfig, count_cores
 from vit_jax.models import Backbone, Compute, ModelConfig, ResNetConfig, ViTConfig, variant
 from vit_jax.models.attention import Implementation, attend, supports_cudnn
 
@@ -133,10 +133,10 @@ def part_device(options: dict[str, Any]) -> None:
     )
     said = ', '.join(f'{name} {version}' for name, version in versions.items())
     emit(
-        f'{device.device_kind}, {cores()} cores; {said}',
+        f'{device.device_kind}, {count_cores()} cores; {said}',
         device=device.device_kind,
         platform_version=getattr(device.client, 'platform_version', ''),
-        cores=cores(),
+        cores=count_cores(),
         versions=versions,
         commit=head.stdout.strip(),
         command=options['command'],
@@ -295,10 +295,10 @@ def part_files(options: dict[str, Any]) -> None:
         seconds = running.run_steps(STEPS, time_waits(batches, waited))
         wait = sum(waited) / STEPS
         emit(
-            f'{cores()} threads {batch_size / seconds:>8,.0f} images/s, '
+            f'{count_cores()} threads {batch_size / seconds:>8,.0f} images/s, '
             f'{wait / seconds:6.1%} of it waiting for data; {said}',
             name='threads',
-            count=cores(),
+            count=count_cores(),
             images_per_second=batch_size / seconds,
             wait_share=wait / seconds,
         )
@@ -341,7 +341,7 @@ def part_cifar10(options: dict[str, Any]) -> None:
         command += [f'--config.batch_size={8 if tiny else 256}']
         if tiny:
             command += ['--config.model.depth=1', '--config.model.backbone.blocks=(1,)']
-        command += ['--config.schedule.warmup.fraction=0.05', '--config.polyak_decay=0.99']
+        command += ['--config.schedule.warmup.fraction=0.05', '--config.ema_decay=0.99']
         began = time.monotonic()
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         seen = 0

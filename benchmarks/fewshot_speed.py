@@ -23,25 +23,25 @@ import jax
 import numpy as np
 
 from vit_jax.evaluation import ridge
-from vit_jax.evaluation.probes import Labelled
+from vit_jax.evaluation.probes import Labeled
 
 CLASSES, WIDTH, POOL, TESTED, L2 = 1000, 768, 10_000, 50_000, 1024.0
-OURS: dict[str, ridge.Strengths] = {
+OURS: dict[str, ridge.L2Strengths] = {
     'ours': L2,
     'ours, of five l2': tuple(L2 * 4**i for i in range(-2, 3)),
 }
 
 
-def features(count: int, seed: int) -> Labelled:
+def features(count: int, seed: int) -> Labeled:
     """Features around the mean of each class, which are not far apart; made without a copy."""
     means = 0.15 * np.random.default_rng(0).standard_normal((CLASSES, WIDTH), np.float32)
     found = np.random.default_rng(seed).standard_normal((count, WIDTH), np.float32)
     for start in range(0, count, CLASSES):
         found[start : start + CLASSES] += means
-    return Labelled(found, np.arange(count) % CLASSES)
+    return Labeled(found, np.arange(count) % CLASSES)
 
 
-def theirs(folder: str) -> Callable[[Labelled, Labelled], float]:
+def theirs(folder: str) -> Callable[[Labeled, Labeled], float]:
     """big_vision's; what it imports besides, and a solve does not use, are stand-ins."""
     sys.path.insert(0, folder)
     parts = 'datasets', 'datasets.core', 'input_pipeline', 'pp', 'pp.builder', 'utils'
@@ -51,7 +51,7 @@ def theirs(folder: str) -> Callable[[Labelled, Labelled], float]:
     sys.modules['big_vision.utils'].jit_cpu = compiled  # type: ignore[attr-defined]
     lsr: Any = importlib.import_module('big_vision.evaluators.fewshot_lsr')
 
-    def accuracy(train: Labelled, test: Labelled) -> float:
+    def accuracy(train: Labeled, test: Labeled) -> float:
         cache = lsr._precompute_cache(train.features, train.labels, CLASSES)
         return float(lsr._eig_fewshot_acc_fn(cache, test.features, test.labels, L2))
 
@@ -80,7 +80,7 @@ def main() -> None:
     pool, test = features(POOL, 1), features(TESTED, 2)
     before = peak()
     for shots in 10, 5, 1:  # the first takes the most memory
-        train = Labelled(pool.features[: shots * CLASSES], pool.labels[: shots * CLASSES])
+        train = Labeled(pool.features[: shots * CLASSES], pool.labels[: shots * CLASSES])
         solve(train, test)  # the first compiles
         memory = f', {peak() - before:,.0f} MB more' if shots == 10 else ''
         best = float('inf')

@@ -35,16 +35,16 @@ from vit_jax.data import image_decoding, loading
 from vit_jax.data.augmentation import Augmentation, augment, augreg
 from vit_jax.data.image_decoding import decode
 from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode_and_crop
-from vit_jax.data.loading import ExampleRef, ImageReader, cores
+from vit_jax.data.loading import ExampleRef, ImageReader, count_cores
 from vit_jax.data.sources.base import Source, labeled_source, select
-from vit_jax.data.sources.folders import unlabeled
+from vit_jax.data.sources.folders import unlabeled_source
 from vit_jax.distributed import meshes
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import variant
-from vit_jax.planning.memory_plan import without_data
+from vit_jax.planning.memory_plan import with_dummy_data
 from vit_jax.training.duration import Duration
-from vit_jax.training.losses import targets_of
+from vit_jax.training.losses import make_targets
 
 SIMULATED = 1 / 600  # seconds that an image takes on a core that is simulated
 DATA_SET = 100_000  # images, of which photos are repeated: an order of few takes longer to draw
@@ -144,7 +144,7 @@ def on_the_host(reader: ImageReader, batch_size: int, seconds: float) -> None:
     """Reading, decoding and cropping alone."""
     ceiling = dataclasses.replace(reader, source=tiny_images(250))
     timed('our Python alone', reading(ceiling, 1, batch_size), seconds / 2)
-    for threads in sorted({1, 2, cores()}):
+    for threads in sorted({1, 2, count_cores()}):
         name = f'decode and crop, {threads} threads'
         timed(name, reading(reader, threads, batch_size), seconds)
 
@@ -163,7 +163,7 @@ def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
     """Augmentation on the device, at the level medium2."""
     refs = [ExampleRef(i) for i in range(batch_size)]
     images = reader.examples(refs, futures.ThreadPoolExecutor(1))
-    key, targets = jax.random.key(0), functools.partial(targets_of, num_classes=1000)
+    key, targets = jax.random.key(0), functools.partial(make_targets, num_classes=1000)
     changed = jax.jit(functools.partial(augment, key, config=augreg('medium2'), targets_of=targets))
 
     def augmented() -> int:
@@ -186,7 +186,7 @@ def make_batches(
     photos: str, size: tuple[int, int], batch_size: int, config: loading.LoaderConfig
 ) -> Iterator[Batch]:
     """Random crops of the photos of a folder, in batches on the devices, without end."""
-    source = unlabeled([photos])
+    source = unlabeled_source([photos])
     source = select(source, np.arange(DATA_SET) % len(source))
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
     sharding = meshes.batch_sharding(meshes.make_mesh(meshes.MeshConfig()))
@@ -266,7 +266,7 @@ def with_a_network(
         batch_size=batch_size,
         total=Duration(steps=1000),
     )
-    experiment = build_experiment(without_data(config, num_classes=1000, num_images=1000))
+    experiment = build_experiment(with_dummy_data(config, num_classes=1000, num_images=1000))
     abstract = training_run.abstract_state(experiment)
     step = training_run.lower_update(experiment, abstract).compile()
     sharding = meshes.batch_sharding(experiment.mesh)
@@ -281,7 +281,7 @@ def with_a_network(
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     one = batch_size * math.prod(reader.size) * 3 / 2**20
     print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
-    shardings = training_run.shardings_of(abstract)
+    shardings = training_run.get_shardings(abstract)
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
     state, batch = init(), next(batches)
 
@@ -316,14 +316,14 @@ def main() -> None:
     )
     parser.add_argument('--photos', required=True)
     parser.add_argument('--variant', default='Ti/16')
-    parser.add_argument('--batch_size', type=app.positive, default=64)
+    parser.add_argument('--batch_size', type=app.positive_int, default=64)
     parser.add_argument('--seconds', type=float, default=5.0)
     parser.add_argument('--alone', choices=['pipeline', 'first-epoch', 'tf.data', 'large'])
     arguments = parser.parse_args()
     size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
-    source = unlabeled([arguments.photos])
+    source = unlabeled_source([arguments.photos])
     stored = [len(source.read(i)[0]) for i in range(len(source))]
-    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {cores()} cores')
+    print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {count_cores()} cores')
     print(image_decoding.describe_decoder())
     source = select(source, np.arange(DATA_SET) % len(source))
     cv2.setNumThreads(1)  # as the pipeline does

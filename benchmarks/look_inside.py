@@ -23,7 +23,7 @@ from vit_jax.checkpoints.card import Card
 from vit_jax.cli import app
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import build, variant
-from vit_jax.pretrained import Loaded
+from vit_jax.pretrained import LoadedModel
 
 VIT_PAPER = 'filters,positions,attention_distance,rollout,attention_maps'
 
@@ -31,14 +31,14 @@ VIT_PAPER = 'filters,positions,attention_distance,rollout,attention_maps'
 def main() -> None:
     """Prints a line for each command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--cka_images', type=app.positive, default=96)
+    parser.add_argument('--cka_images', type=app.positive_int, default=96)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         config = variant('B/16', num_classes=10)
         params = jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
         card = Card(model=config, grid=config.grid, preprocessing=Preprocessing())
-        network = Loaded(card, params)
+        network = LoadedModel(card, params)
         vit_jax.save(network, folder / 'B_16', 'vit_jax')
         images, rng = folder / 'images', np.random.default_rng(0)
         images.mkdir()

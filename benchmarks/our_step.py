@@ -49,7 +49,7 @@ def trace_step(
     Returns:
       The step for these devices.
     """
-    config = memory_plan.without_data(config, num_classes=num_classes, num_images=10**6)
+    config = memory_plan.with_dummy_data(config, num_classes=num_classes, num_images=10**6)
     experiment = build_experiment(config, devices=devices)
     state = training_run.abstract_state(experiment)
     if devices is None:
@@ -68,7 +68,7 @@ def trace_step(
             'epoch': 0 * order,
             'example': order,
         }
-        shardings = training_run.shardings_of(state)
+        shardings = training_run.get_shardings(state)
         init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
         made = jax.block_until_ready(init())
         return made, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))

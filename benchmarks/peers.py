@@ -24,7 +24,7 @@ import jax
 
 from benchmarks.peer_programs import OURS, SCAN, Work, python_path
 from vit_jax.cli import app
-from vit_jax.models import Compute, ViTConfig, multiply_adds, variant
+from vit_jax.models import Compute, ViTConfig, count_multiply_adds, variant
 from vit_jax.models.compute import resolve_compute
 
 # Operations per second in bfloat16, from the maker's data sheets.
@@ -85,10 +85,10 @@ def compare(
 def operations(name: str, config: ViTConfig, platform: str) -> int:
     """Those of an image in a train step of the program, in products and convolutions."""
     if name not in OURS:
-        return 6 * multiply_adds(config)
+        return 6 * count_multiply_adds(config)
     compute = resolve_compute(Compute(**OURS[name]), config, platform=platform)
     assert compute.last_block != 'auto'  # `choose` chose
-    return 6 * multiply_adds(config, last_block=compute.last_block)
+    return 6 * count_multiply_adds(config, last_block=compute.last_block)
 
 
 def table(results: dict[str, dict[str, Any]], work: Work, config: ViTConfig) -> list[str]:
@@ -132,11 +132,11 @@ def main() -> None:
     parser.add_argument('--timm', metavar='PYTHON')
     parser.add_argument('--model', default='S/16', help='SIZE/PATCH, as in the papers')
     parser.add_argument('--pool', choices=['cls', 'gap'], default='cls')
-    parser.add_argument('--batch', type=app.positive, default=8)
+    parser.add_argument('--batch', type=app.positive_int, default=8)
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
     parser.add_argument('--optimizer', choices=['sgd', 'adamw'], default='sgd')
-    parser.add_argument('--steps', type=app.positive, default=1, help='in a round')
-    parser.add_argument('--rounds', type=app.positive, default=3)
+    parser.add_argument('--steps', type=app.positive_int, default=1, help='in a round')
+    parser.add_argument('--rounds', type=app.positive_int, default=3)
     parser.add_argument('--only', nargs='*', metavar='NAME', help='of: ' + '; '.join(OURS))
     parser.add_argument('--out', metavar='FILE.jsonl')
     asked = parser.parse_args()

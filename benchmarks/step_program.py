@@ -29,7 +29,7 @@ from benchmarks import peer_programs
 from benchmarks.our_step import make_config, trace_step
 from benchmarks.program_text import Instruction, computations, size, trips
 from vit_jax.cli import app
-from vit_jax.data.augmentation import AUGREG, augreg
+from vit_jax.data.augmentation import AUGREG_LEVELS, augreg
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.planning import ahead_of_time
 
@@ -198,13 +198,15 @@ def main() -> None:
     )
     parser.add_argument('--topology', default='h200:1x1', help='as of vit_jax.plan: one of it')
     parser.add_argument('--model', default='B/16')
-    parser.add_argument('--depth', type=app.positive, help='another than the model has')
+    parser.add_argument('--depth', type=app.positive_int, help='another than the model has')
     parser.add_argument('--pool', default='gap')
-    parser.add_argument('--batch', type=app.positive, default=256)
+    parser.add_argument('--batch', type=app.positive_int, default=256)
     parser.add_argument('--compute', nargs='*', default=[], help='fields, such as remat=dots')
     add = parser.add_argument
     add('--xla', nargs='*', type=_option, default=[], metavar='OPTION=VALUE', help='of XLA')
-    parser.add_argument('--augreg', choices=AUGREG, help='a level of AugReg; none: no augmentation')
+    parser.add_argument(
+        '--augreg', choices=AUGREG_LEVELS, help='a level of AugReg; none: no augmentation'
+    )
     parser.add_argument('--big_vision')
     parser.add_argument('--scan', action='store_true')
     asked = parser.parse_args()

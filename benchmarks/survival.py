@@ -27,10 +27,10 @@ import numpy as np  # noqa: E402
 from benchmarks import adversary  # noqa: E402
 from tests.hosts import hosts  # noqa: E402
 from vit_jax.checkpoints.store import Checkpoints  # noqa: E402
-from vit_jax.experiment.reporter import read_ledger, total_seconds  # noqa: E402
+from vit_jax.experiment.reporter import read_events, sum_seconds  # noqa: E402
 
 PHASES = {
-    'train': ('slow:100', 'reported'),  # first: what ends before its first step has no ledger
+    'train': ('slow:100', 'reported'),  # first: what ends before its first step has no event log
     'start': ('slow:0', 'starting'),
     'compile': ('slow_compile:5', 'compiling'),
     'evaluate': ('slow:100', 'evaluating test'),
@@ -68,7 +68,7 @@ def sigterm(count: int) -> None:
         for host in started:
             host.wait()
     wall = time.time() - began
-    spent = total_seconds(read_ledger(folder / 'run/ledger.jsonl'))
+    spent = sum_seconds(read_events(folder / 'run/events.jsonl'))
     say(
         f'ledger of these {len(PHASES) + 1} starts, of the wall time',
         f'{sum(spent.values()) / wall:.1%}',

@@ -22,7 +22,7 @@ from vit_jax.data import loading
 from vit_jax.data.augmentation import augment, augreg
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.training.losses import targets_of
+from vit_jax.training.losses import make_targets
 
 
 def digest(data: str, steps: int) -> str:
@@ -30,7 +30,7 @@ def digest(data: str, steps: int) -> str:
     source = make_opener()(data, 'train')
     reader = loading.ImageReader(source, InceptionCrop(), (32, 32), exif_rotation=True)
     loader = loading.make_loader(reader)
-    targets = functools.partial(targets_of, num_classes=len(source.class_names))
+    targets = functools.partial(make_targets, num_classes=len(source.class_names))
     changed = jax.jit(functools.partial(augment, config=augreg('light2'), targets_of=targets))
     total = hashlib.sha256()
     for batch in loading.training_batches(loader, steps=range(steps), batch_size=128, seed=0):
@@ -43,7 +43,7 @@ def main() -> None:
     """Prints the three digests, and whether they are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('folder')
-    parser.add_argument('--steps', type=app.positive, default=400)
+    parser.add_argument('--steps', type=app.positive_int, default=400)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = pathlib.Path(temporary)

@@ -34,7 +34,7 @@ def get_config() -> TrainConfig:
         loss=LossConfig(label_smoothing=0.1),
         optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=2e-3, warmup=Duration(steps=100)),
-        polyak_decay=0.99,
+        ema_decay=0.99,
         eval_every_steps=300,
         checkpoint_every_steps=300,
         fewshot=FewshotConfig(shots=(1, 5, 10), every_steps=300),

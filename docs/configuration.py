@@ -43,8 +43,8 @@ evaluates a checkpoint.
 
 def page() -> str:
     """Renders the whole page."""
-    places = config_help.places(TrainConfig)
-    places |= {k: p for k, p in config_help.places(Study).items() if k not in places}
+    places = config_help.record_paths(TrainConfig)
+    places |= {k: p for k, p in config_help.record_paths(Study).items() if k not in places}
     read = readers()
     sections = [_section(kind, paths, read) for kind, paths in places.items()]
     return '\n'.join([_INTRODUCTION, *sections])
@@ -53,7 +53,7 @@ def page() -> str:
 def _section(kind: type[Record], paths: list[str], read: dict[str, list[str]]) -> str:
     """Renders a record: its flags and programs, its docstring and its fields."""
     rows = ['| field | value | meaning |', '| --- | --- | --- |']
-    meant, hints = config_help.comments(kind), records.hints(kind)
+    meant, hints = config_help.field_comments(kind), records.field_types(kind)
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         meaning = _markdown(meant[field.name])
         if kind is TrainConfig and (programs := _programs(read[field.name])) != 'all':
@@ -90,7 +90,7 @@ def _type(hint: Any) -> str:
     """Renders a type in command-line syntax; records link to their sections."""
     kinds = [kind.__name__ for kind in _records(hint)]
     texts = []
-    for text in records.type_text(hint).split(' or '):
+    for text in records.format_type(hint).split(' or '):
         inner = next((kind for kind in kinds if kind in text and kind != text), None)
         code = f'`{text}`'.replace('|', '\\|')
         texts.append(f'[{text}](#{text.lower()})' if text in kinds else code)
@@ -99,8 +99,8 @@ def _type(hint: Any) -> str:
 
 
 def _records(hint: Any) -> list[type[Record]]:
-    inner = [i for option in records.alternatives(hint) for i in getattr(option, '__args__', ())]
-    return [*records.record_types([*records.alternatives(hint), *inner]).values()]
+    inner = [i for option in records.union_members(hint) for i in getattr(option, '__args__', ())]
+    return [*records.record_types([*records.union_members(hint), *inner]).values()]
 
 
 def _default(field: 'dataclasses.Field[Any]', hint: Any) -> str:

@@ -42,7 +42,7 @@ def readers() -> dict[str, list[str]]:
         fields.update(_EVALUATIONS if 'evaluations' in fields else ())
     return {
         field: [program for program in PROGRAMS if field in read[program]]
-        for field in records.hints(TrainConfig)
+        for field in records.field_types(TrainConfig)
     }
 
 

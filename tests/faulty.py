@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax import train
-from vit_jax.base import held_objects
+from vit_jax.base import bucket_lease
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.cli import app
 from vit_jax.data import loading
@@ -66,7 +66,7 @@ class FaultyJob(Job):
                 AT_STEP[name]()
         super().tick()
 
-    def require_same(self, name, facts, *describe):
+    def require_equal(self, name, facts, *describe):
         if 'other_packages' in self.faults and 'packages' in facts:
             facts['packages']['numpy'] = '0.0.1'
             facts['code']['training/loop.py'] = 'changed'
@@ -149,7 +149,7 @@ def nan_memory(number, index):
 
 def lease(number, index):
     """A lease of a bucket is for `number` milliseconds."""
-    held_objects.LEASE = number / 1000
+    bucket_lease.LEASE = number / 1000
 
 
 PATCHES = [hang_loader, stalled_images, slow_compile, slow_wait, stalled_disk, nan_memory, lease]

@@ -121,7 +121,7 @@ def prepared(program: Program, devices):
         fewshot=FewshotConfig(),
         **program.changes,
     )
-    config = memory_plan.without_data(config, num_classes=10, num_images=1000)
+    config = memory_plan.with_dummy_data(config, num_classes=10, num_images=1000)
     experiment = build_experiment(config, devices=devices)
     return experiment, training_run.abstract_state(experiment)
 

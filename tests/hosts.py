@@ -20,11 +20,11 @@ from vit_jax.base import storage
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.store import load_params
 from vit_jax.experiment import workdirs
-from vit_jax.experiment.reporter import read_ledger
+from vit_jax.experiment.reporter import read_events
 
 ROOT = pathlib.Path(__file__).parent.parent
 KILL_AFTER = 300  # seconds, whatever happens
-_BEFORE = {'starting': 'data    ', 'compiling': 'compile for'}  # said before there is a ledger
+_BEFORE = {'starting': 'data    ', 'compiling': 'compile for'}  # said before there is an event log
 
 context = multiprocessing.get_context('forkserver')
 context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2'])
@@ -61,8 +61,8 @@ class Host:
     def __init__(self, module, arguments, path, env, folder=ROOT):
         self.path = path
         workdir = next((a for a in arguments if a.startswith('--workdir=')), '=nowhere')
-        self.ledger = storage.folder(workdir.partition('=')[2]) / workdirs.LEDGER
-        self._earlier = len(read_ledger(self.ledger))
+        self.events = storage.resolve_folder(workdir.partition('=')[2]) / workdirs.EVENTS
+        self._earlier = len(read_events(self.events))
         self.process = context.Process(
             target=_become, args=(module, arguments, str(path), env, str(folder)), daemon=True
         )
@@ -73,7 +73,7 @@ class Host:
         return self.path.read_text(errors='replace') if self.path.exists() else ''
 
     def wait_for(self, event, step=None, seconds=KILL_AFTER):
-        """Returns when the run's ledger has the event; fails where the process ends before.
+        """Returns when the run's event log has the event; fails where the process ends before.
 
         Events of earlier starts in the same work directory do not count.
         """
@@ -81,7 +81,7 @@ class Host:
             return self.wait_for_text(_BEFORE[event], seconds)
 
         def happened():
-            lines = read_ledger(self.ledger)[self._earlier :]
+            lines = read_events(self.events)[self._earlier :]
             return any(x['event'] == event and step in (None, x['step']) for x in lines)
 
         self._wait_until(happened, event, seconds)
@@ -130,7 +130,7 @@ def hosts(folder, command, count=1, *, devices=1, each=lambda index: ()):
 
 def result(folder):
     """The final parameters of FOLDER/run, by name, and what was measured on the way."""
-    text = (storage.folder(folder) / 'run/metrics.jsonl').read_text()
+    text = (storage.resolve_folder(folder) / 'run/metrics.jsonl').read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     clocked = 'time', 'run', 'seconds', 'images_per_second', 'skipped'
     measured = [{k: v for k, v in line.items() if k not in clocked} for line in lines]

@@ -13,7 +13,7 @@ from vit_jax.checkpoints.formats import google
 from vit_jax.checkpoints.formats.opening import FORMATS, OURS
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import Backbone, ResNetConfig
-from vit_jax.pretrained import Loaded
+from vit_jax.pretrained import LoadedModel
 
 HYBRID = tiny.model(
     image_size=(64, 32), patch_size=(1, 1), backbone=Backbone(blocks=(1, 2, 1), width=32)
@@ -30,16 +30,16 @@ RESNET = ResNetConfig(
 ENDINGS = {form.name: '' if form.file_name else form.suffix for form in FORMATS} | {OURS: ''}
 
 
-def loaded(config, format=google.GOOGLE, layout=None, **card) -> Loaded:
+def loaded(config, format=google.GOOGLE, layout=None, **card) -> LoadedModel:
     """A network with random parameters, as if it had been read from a file of such a layout."""
     params = jax.tree.map(np.asarray, tiny.built(config)[1])
     card = {'preprocessing': Preprocessing(exif_rotation=False)} | card
     card = Card(model=config, grid=config.grid, **card)
     layout = layout or format.usual_layout(config)
-    return Loaded(card, params, format=format.name, layout=layout)
+    return LoadedModel(card, params, format=format.name, layout=layout)
 
 
-def changed(network: Loaded, *, params=None, **card) -> Loaded:
+def changed(network: LoadedModel, *, params=None, **card) -> LoadedModel:
     """The network with other parameters, or other values of its card."""
     card = dataclasses.replace(network.card, **card)
     return dataclasses.replace(network, card=card, params=params or network.params)

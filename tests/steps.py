@@ -55,7 +55,7 @@ def main(arguments, job: Job) -> int:
     }
     options = {name: float(number) for name, number, _ in faults}
     due.get(-1, lambda: None)()
-    job.require_same('the facts', {'seed': arguments.seed})
+    job.require_equal('the facts', {'seed': arguments.seed})
     mesh = meshes.make_mesh(meshes.MeshConfig())
     step, ones = 0, meshes.put(jnp.ones(mesh.size), meshes.batch_sharding(mesh))
     total = jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))
@@ -92,7 +92,7 @@ if __name__ == '__main__':
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--late', action='store_true')
     parser.add_argument('--unreachable', action='store_true')
-    app.add_launch(parser)
+    app.add_launch_flags(parser)
     if '--late' in os.sys.argv:
         processes.connect = connect_late
     if '--unreachable' in os.sys.argv:

@@ -12,7 +12,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.loading import abstract_batch
 from vit_jax.data.sources.vtab import TASKS
 from vit_jax.experiment.build import build_experiment
-from vit_jax.planning.memory_plan import without_data
+from vit_jax.planning.memory_plan import with_dummy_data
 from vit_jax.studies import planned_runs
 
 RUNS = [name for name in golden.NAMES if isinstance(golden.config(name), TrainConfig)]
@@ -39,14 +39,14 @@ def test_a_config_fits_together(name):
     """Its first state and one update are traced, for eight devices."""
     config = golden.config(name)
     config.start_from = config.start_from or 'some/checkpoint'
-    config = records.checked(config, where='config')
+    config = records.validated(config, where='config')
     assert records.from_dict(TrainConfig, records.to_dict(config), where='c') == config
     if config.total is None:
         return
     config = golden.small(config)
     images = IMAGES.get(config.data, 1_281_167)
     experiment = build_experiment(
-        without_data(config, num_classes=1000, num_images=images),
+        with_dummy_data(config, num_classes=1000, num_images=images),
         devices=jax.devices(),  # as if of another machine: this one may have too little memory
     )
     state = jax.eval_shape(experiment.init)
@@ -61,7 +61,7 @@ def test_a_config_fits_together(name):
 def test_a_small_folder_is_not_trained_in_silence(num_images):
     config = golden.config('configs/finetune/folder.py')
     config.model = tiny.model(num_classes=None)
-    length = build_experiment(without_data(config, num_classes=6, num_images=num_images)).length
+    length = build_experiment(with_dummy_data(config, num_classes=6, num_images=num_images)).length
     intervals = (
         length.log_interval(config.log_every_steps),
         length.interval(config.eval_every_steps),
@@ -82,7 +82,7 @@ def test_the_study_of_vtab_runs_its_tasks_beside_the_papers_table_9():
         published = ' | '.join(f'{found.PUBLISHED[n][number]}' for n in means)
         assert accuracies == f'| {task} | {published} |'
     study = dataclasses.replace(found.get_config('L/16-in21k'), seeds=(0,))
-    runs = {run.values['task']: run.config for run in planned_runs.planned(study)}
+    runs = {run.values['task']: run.config for run in planned_runs.plan_runs(study)}
     assert list(runs) == list(TASKS)
     for task, config in runs.items():
         alone = golden.config(f'configs/finetune/vtab.py:{task}')

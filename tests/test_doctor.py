@@ -59,7 +59,9 @@ def test_the_doctor_tries_a_bucket_with_and_without_an_experiment(bucket, tmp_pa
     assert codes == [0] and bucket.names() == [], text
     assert '\nworkdir     gs://bucket/run: ' in text
     codes, text = asked(tmp_path, workdir, TINY)
-    assert codes == [0] and {*bucket.names()} == {'run/config.json', 'run/data.json.gz'}, text
+    assert codes == [0] and {*bucket.names()} == {'run/config.json', 'run/data_manifest.json.gz'}, (
+        text
+    )
     bucket.fault = lambda method, path: 403 if method == 'DELETE' else None
     codes, text = asked(tmp_path, workdir, TINY)
     assert codes == [1] and 'as the test wants it' in text  # the bucket names the permission

@@ -16,7 +16,7 @@ import pytest
 from docs import configuration, layers
 from tests.pages import NOTEBOOKS, PAGES, ROOT, blocks, cells, commands, inline
 from tests.workplace import workplace
-from vit_jax.__main__ import programs
+from vit_jax.__main__ import find_programs
 from vit_jax.base import UserError, records
 from vit_jax.checkpoints import published
 from vit_jax.cli import config_files, config_help
@@ -44,7 +44,7 @@ def parser_of(program):
 
 def problem(program, arguments):
     """What is wrong with the arguments of a program, or None; nothing is run."""
-    if program not in programs():
+    if program not in find_programs():
         return f'no program {program!r}'
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
@@ -104,7 +104,7 @@ def test_what_a_sentence_names_is_there(page):
     wrong = []
     for place, text in inline(page):
         own = re.match(r'(?:python -m vit_jax\.|vit_jax )(\w+)', text)
-        if own and own[1] not in programs():
+        if own and own[1] not in find_programs():
             wrong.append(f'{place}: no program {own[1]!r}')
         elif own:
             known = parser_of(own[1])._option_string_actions
@@ -121,7 +121,7 @@ def test_configurations_that_a_table_or_a_sentence_names_can_be_read(page):
     wrong = []
     for given in (*under_config(page), *in_flags(page)):
         try:
-            config_files.read(given, records.Record)
+            config_files.read_config_file(given, records.Record)
         except UserError as error:
             wrong.append(f'{name(page)}: {error}')
     assert not wrong, '\n'.join(wrong)

@@ -1,4 +1,4 @@
-"""A checkpoint held against labelled images, without training."""
+"""A checkpoint held against labeled images, without training."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import HeldOut, make_opener
 from vit_jax.evaluation import head
 from vit_jax.experiment import training_run
-from vit_jax.pretrained import Loaded
+from vit_jax.pretrained import LoadedModel
 
 NAMES = tuple('0123456789')
 IMAGES = np.zeros((4, 8, 8), np.uint8)
@@ -49,7 +49,7 @@ def test_every_number_is_the_one_that_the_logits_give(tmp_path):
     path, out = saved(tmp_path, network), tmp_path / 'out'
     assert run(path, '--data=digits', '--split=test[:50]', '--out', out) == 0
     source = make_opener()('digits', 'test[:50]')
-    images = np.stack([network.prepare(source.read(i)[0]) for i in range(50)])
+    images = np.stack([network.preprocess(source.read(i)[0]) for i in range(50)])
     logits = network.logits(images)
     labels = np.array([names.index(NAMES[label]) for label in source.labels])
     predicted = logits.argmax(axis=1)
@@ -76,7 +76,7 @@ def test_every_number_is_the_one_that_the_logits_give(tmp_path):
         assert (one['precision'] is None) == np.isnan(precision[number])
         assert one['precision'] in (None, pytest.approx(precision[number]))
     taken = found['confusions'][0]
-    true, wrong = names.index(taken['class']), names.index(taken['taken_for'])
+    true, wrong = names.index(taken['class']), names.index(taken['predicted'])
     assert taken['images'] == ((labels == true) & (predicted == wrong)).sum() > 0
     assert sum(one['images'] for one in found['confusions']) == (labels != predicted).sum()
 
@@ -92,7 +92,7 @@ def test_other_labels_count_any_that_is_right(tmp_path):
     asked = '--data=digits', '--split=test[:50]', f'--labels={tmp_path / "real.json"}'
     assert run(path, *asked, '--out', out) == 0
     source = make_opener()('digits', 'test[:50]')
-    images = np.stack([network.prepare(source.read(i)[0]) for i in range(1, 50)])
+    images = np.stack([network.preprocess(source.read(i)[0]) for i in range(1, 50)])
     difference = network.logits(images).argmax(axis=1) - labels[1:50]
     found = result(out)
     assert found['means']['accuracy'] == pytest.approx(np.isin(difference, (0, 1, -9)).mean())
@@ -102,7 +102,7 @@ def test_other_labels_count_any_that_is_right(tmp_path):
 def network_with(classes, names=()):
     model = tiny.model(num_classes=classes)
     card = Card(model=model, grid=model.grid, preprocessing=Preprocessing(), class_names=names)
-    return Loaded(card, params={})
+    return LoadedModel(card, params={})
 
 
 def data_of(names):
@@ -111,36 +111,36 @@ def data_of(names):
 
 def test_classes_are_matched_by_name_and_unknown_ones_are_left_out(caplog):
     network = network_with(3, ('c', 'b', 'a'))
-    found = head.match_classes(data_of(['a', 'b', 'x']), network, by_number=False)
+    found = head.match_classes(data_of(['a', 'b', 'x']), network, by_order=False)
     assert found.class_names == ('c', 'b', 'a') and found.labels.tolist() == [2, 1, 2]
     assert [found.read(i)[1] for i in range(3)] == [2, 1, 2]
     assert '1 of 3 ' in caplog.text and "'x'" in caplog.text
     rows = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1]])
     several = array_source(IMAGES, rows, ['a', 'b', 'x'], name='data')
-    found = head.match_classes(several, network, by_number=False)
+    found = head.match_classes(several, network, by_order=False)
     assert found.labels.tolist() == [[0, 0, 1], [0, 0, 0], [0, 1, 0], [0, 1, 1]]
 
 
 def test_without_names_classes_are_matched_by_number_or_not_at_all():
     data, named = data_of(['a', 'b', 'c']), network_with(3, ('one', 'two', 'three'))
-    assert head.match_classes(data, network_with(3), by_number=False) is data
-    assert head.match_classes(data, named, by_number=True) is data
+    assert head.match_classes(data, network_with(3), by_order=False) is data
+    assert head.match_classes(data, named, by_order=True) is data
     for network, name in (
-        (named, '--by_number'),
+        (named, '--by_order'),
         (network_with(7), '7 outputs'),
         (network_with(3, ('a', 'b', 'a')), "'a'"),
     ):
         with pytest.raises(UserError, match=name):
-            head.match_classes(data, network, by_number=False)
+            head.match_classes(data, network, by_order=False)
 
 
 def test_wordnet_ids_are_those_of_the_network_whose_names_are_imagenets():
     ids, names = imagenet_classes.ids(), imagenet_classes.names()
     some = [ids[517], ids[3], ids[134]]  # two of them are called crane
-    found = head.match_classes(data_of(some), network_with(1000, names), by_number=False)
+    found = head.match_classes(data_of(some), network_with(1000, names), by_order=False)
     assert found.labels.tolist() == [517, 3, 134, 517]
     with pytest.raises(UserError, match='n01440764'):
-        head.match_classes(data_of(ids[:1]), network_with(2, ('a', 'b')), by_number=False)
+        head.match_classes(data_of(ids[:1]), network_with(2, ('a', 'b')), by_order=False)
 
 
 @pytest.mark.full

@@ -88,7 +88,7 @@ CHANGES = [
     ('schedule.cooldown', Duration(steps=3), base()),
     ('regularization.dropout', 0.1, base()),
     ('regularization.stochastic_depth', 0.1, base()),
-    ('polyak_decay', 0.9, base()),
+    ('ema_decay', 0.9, base()),
     ('seed', 1, base()),
     ('eval_batch_size', 24, base()),
     ('evals', {'other': EvalConfig(split='train[:9]')}, base(eval_split='test')),
@@ -107,9 +107,9 @@ CHANGES = [
 
 def fields(cls):
     """The fields of a record and of the records that it may hold."""
-    for name, hint in records.hints(cls).items():
+    for name, hint in records.field_types(cls).items():
         yield name
-        for option in records.alternatives(hint):
+        for option in records.union_members(hint):
             for kind in (option, *typing.get_args(option)):
                 if isinstance(kind, type) and issubclass(kind, Record):
                     yield from fields(kind)
@@ -125,7 +125,7 @@ def test_every_field_is_read_somewhere():
 
 def changed(config, field, value):
     """A copy with another value, as the command line assigns it."""
-    config = records.checked(config, where='config')
+    config = records.validated(config, where='config')
     *parents, name = field.split('.')
     functools.reduce(getattr, parents, config).override(name, value)
     return config
@@ -140,7 +140,7 @@ def effects(config):
     yield program(experiment.init)
     digest = hashlib.sha256()
     for batch in training_batches(
-        experiment.evaluator.batches.loader_of(experiment.train),
+        experiment.evaluator.batches.make_loader(experiment.train),
         steps=range(2),
         batch_size=experiment.config.batch_size,
         seed=config.seed,
@@ -170,7 +170,7 @@ def before(config):
     """The effects of an experiment, computed once for all that are written alike."""
     name = repr(config)
     if name not in _BEFORE:
-        _BEFORE[name] = [*effects(records.checked(config, where='config'))]
+        _BEFORE[name] = [*effects(records.validated(config, where='config'))]
     return _BEFORE[name]
 
 
@@ -212,4 +212,4 @@ def test_a_value_without_sense_is_rejected_by_its_field(kind, values, name):
 def test_an_array_is_no_choice():
     assigned = tiny.assigned(ViTConfig(), pool=np.array(['cls', 'gap']))
     with pytest.raises(UserError, match='model.pool'):
-        records.checked(assigned, where='model')
+        records.validated(assigned, where='model')

@@ -110,7 +110,7 @@ def test_every_problem_is_listed_in_one_go(photos, tmp_path, monkeypatch):
         assert look(tiny.experiment(**{'data': str(photos)} | changes), tmp_path / 'out') == 1
         return json.loads((tmp_path / 'out' / 'data.json').read_text())['problems']
 
-    image_decoding.formats_by_ending()  # registers HEIF, where it is installed
+    image_decoding.formats_by_extension()  # registers HEIF, where it is installed
     monkeypatch.delitem(Image.OPEN, 'HEIF', raising=False)
     (photos / 'ant').mkdir()
     (photos / 'bee').mkdir()

@@ -14,7 +14,7 @@ from tests.hosts import ROOT, environment
 from vit_jax.base import UserError
 from vit_jax.distributed.meshes import MeshConfig, make_mesh
 from vit_jax.planning import ahead_of_time, memory_plan
-from vit_jax.planning.ahead_of_time import DoesNotFit, Topology
+from vit_jax.planning.ahead_of_time import DoesNotFitError, Topology
 
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None, reason="no TPU compiler: pip install -e '.[tpu]'"
@@ -35,7 +35,7 @@ def whole(slice_of_eight):
 def task(**changes):
     model = tiny.model(image_size=(32, 32), width=256, mlp_dim=1024, depth=4, num_heads=4)
     config = tiny.experiment(model=model, batch_size=1024, **changes)
-    return memory_plan.without_data(config, num_classes=tiny.CLASSES, num_images=1438)
+    return memory_plan.with_dummy_data(config, num_classes=tiny.CLASSES, num_images=1438)
 
 
 def with_images(config, batch_size):
@@ -78,7 +78,7 @@ def test_axes_may_share_a_side_of_the_torus(name, data, fsdp):
 @pytest.mark.full
 def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
     """The one deliberate failure: 16 M images in one step, of which the compiler says the size."""
-    with pytest.raises(DoesNotFit) as error:
+    with pytest.raises(DoesNotFitError) as error:
         memory_plan.compile_step(with_images(task(), 2**24), slice_of_eight)
     assert error.value.needed > slice_of_eight.memory
 
@@ -86,7 +86,7 @@ def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
 @needs_compiler
 @pytest.mark.full
 def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
-    block = memory_plan.compile_step(memory_plan.with_policy(task(), 'block'), slice_of_eight)
+    block = memory_plan.compile_step(memory_plan.with_remat_policy(task(), 'block'), slice_of_eight)
     assert whole.peak > 1.5 * block.peak
     assert whole.state == block.state
 
@@ -107,7 +107,7 @@ def fake_step(memory_per_image, state=100):
     def step(config, where):
         needed = state + memory_per_image[config.compute.remat] * config.batch_size
         if needed > where.memory:
-            raise DoesNotFit(needed)
+            raise DoesNotFitError(needed)
         return memory_plan.StepMemory(state, needed, [])
 
     return step
@@ -120,11 +120,11 @@ def test_the_first_policy_that_fits_is_found_and_the_largest_batch(
     per_image = {'none': 100, 'dots': 30, 'block': 7}
     monkeypatch.setattr(memory_plan, 'compile_step', fake_step(per_image))
     where, small = Topology('test', jax.devices(), 10_000), with_images(task(), batch_size)
-    tried = list(memory_plan.try_policies(small, 'none', where))
+    tried = list(memory_plan.try_remat_policies(small, 'none', where))
     policy, result = tried[-1]
     assert policy == expected and isinstance(result, memory_plan.StepMemory)
-    assert all(isinstance(result, DoesNotFit) for _, result in tried[:-1])
-    chosen = memory_plan.with_policy(small, policy)
+    assert all(isinstance(result, DoesNotFitError) for _, result in tried[:-1])
+    chosen = memory_plan.with_remat_policy(small, policy)
     best, fit = memory_plan.find_largest_batch(chosen, where, result)
     limit = (10_000 - 100) / per_image[expected]
     assert best % 8 == 0 and limit - 8 < best <= limit and fit.peak <= 10_000
@@ -133,8 +133,8 @@ def test_the_first_policy_that_fits_is_found_and_the_largest_batch(
 def test_if_nothing_fits_a_smaller_batch_is_found(monkeypatch):
     monkeypatch.setattr(memory_plan, 'compile_step', fake_step({'block': 7}))
     where, large = Topology('test', jax.devices(), 10_000), with_images(task(), 4096)
-    ((policy, result),) = memory_plan.try_policies(large, 'block', where)
-    chosen = memory_plan.with_policy(large, policy)
+    ((policy, result),) = memory_plan.try_remat_policies(large, 'block', where)
+    chosen = memory_plan.with_remat_policy(large, policy)
     best, _ = memory_plan.find_largest_batch(chosen, where, result)
     assert 1000 < best <= 9_900 / 7
 

@@ -121,7 +121,9 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly_and_a_file_is_written_who
         rows = list(csv.DictReader(file))
     assert [row['path'][-5:] for row in rows] == ['0.png', '0.png', '2.png', '2.png']
     network = vit_jax.load(tmp_path / 'net')
-    best = np.sort(network.probabilities(network.prepare(np.zeros((8, 8, 3), np.uint8))[None])[0])
+    best = np.sort(
+        network.probabilities(network.preprocess(np.zeros((8, 8, 3), np.uint8))[None])[0]
+    )
     shares = [float(row['probability']) for row in rows[:2]]
     np.testing.assert_allclose(shares, best[:-3:-1], rtol=1e-5)
     assert [path.name for path in tmp_path.glob('out*')] == ['out.csv']

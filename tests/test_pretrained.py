@@ -18,7 +18,12 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import huggingface
-from vit_jax.checkpoints.published import list_fine_tunings, list_variant, pick, read_index
+from vit_jax.checkpoints.published import (
+    list_fine_tunings,
+    list_variant,
+    pick_checkpoint,
+    read_index,
+)
 from vit_jax.cli import config_files
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.experiment import training_run
@@ -72,14 +77,14 @@ def test_an_image_is_a_path_its_bytes_a_pil_image_or_an_array(tmp_path):
     pillow.fromarray(PICTURE).save(path, exif=exif)
     for rotation, array in (False, PICTURE), (True, np.rot90(PICTURE, -1)):
         turned = changed(network, preprocessing=Preprocessing(exif_rotation=rotation))
-        expected = turned.prepare(array)
+        expected = turned.preprocess(array)
         assert expected.shape == (8, 8, 3) and np.abs(expected).max() <= 1
         for image in str(path), path, path.read_bytes(), pillow.open(path), jnp.asarray(array):
-            np.testing.assert_array_equal(turned.prepare(image), expected)
-    grey = PICTURE[..., 0]
-    expected = network.prepare(np.stack([grey] * 3, axis=-1))
-    for image in grey, grey[..., None], pillow.fromarray(grey):
-        np.testing.assert_array_equal(network.prepare(image), expected)
+            np.testing.assert_array_equal(turned.preprocess(image), expected)
+    gray = PICTURE[..., 0]
+    expected = network.preprocess(np.stack([gray] * 3, axis=-1))
+    for image in gray, gray[..., None], pillow.fromarray(gray):
+        np.testing.assert_array_equal(network.preprocess(image), expected)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,7 @@ def test_an_image_is_a_path_its_bytes_a_pil_image_or_an_array(tmp_path):
 )
 def test_anything_but_an_image_is_rejected(image, name):
     with pytest.raises(UserError, match=name):
-        loaded(tiny.model()).prepare(image)
+        loaded(tiny.model()).preprocess(image)
 
 
 @pytest.mark.parametrize('num_classes, count', [(10, 1), (10, 9), (10, 11), (None, 2)])
@@ -181,7 +186,7 @@ def test_a_network_is_compared_pickled_and_a_key(tmp_path):
     assert one != changed(one, params=one.params | {'head': head})
     assert one != changed(one, class_names=tuple('abcdefghij'))
     assert one != dataclasses.replace(one, compute=Compute(dtype='bfloat16'))
-    _ = one.model, one.predicts
+    _ = one.model, one.is_classifier
     again = pickle.loads(pickle.dumps(one))
     assert again == one and repr(again) == repr(one)
 
@@ -246,7 +251,7 @@ def test_probabilities_follow_the_loss_of_the_training(tmp_path):
         np.testing.assert_allclose(network.probabilities(images), expected, rtol=1e-6)
         assert ('my.module:loss' in repr(network)) == (loss == 'my.module:loss')
     other_head = vit_jax.load(tmp_path / 'sigmoid.safetensors', num_classes=3)
-    assert other_head.card.loss is None and not other_head.predicts
+    assert other_head.card.loss is None and not other_head.is_classifier
 
 
 @pytest.mark.parametrize('path', ['x', 'nets/x.npz'])
@@ -321,7 +326,7 @@ def test_predict_prints_the_classes_of_the_largest_logits(tmp_path, capsys):
     folder = photos(tmp_path)
     assert run(predict, tmp_path / 'ours', folder, '--top=2', '--features', tmp_path / 'f.npz') == 0
     paths = [f'{folder}/{i}.png' for i in range(5)]
-    images = np.stack([network.prepare(path) for path in paths])
+    images = np.stack([network.preprocess(path) for path in paths])
     stored = np.load(tmp_path / 'f.npz')
     assert stored['paths'].tolist() == paths
     np.testing.assert_allclose(stored['features'], network.features(images), atol=1e-5)
@@ -402,9 +407,11 @@ def test_the_published_rule_picks_the_best_of_imagenet_21k(tmp_path, capsys):
     path = tmp_path / 'index.csv'
     path.write_text(INDEX.lstrip())
     rows = read_index(str(path))
-    assert pick(rows, 'B/16').filename == 'B_16-i21k-b'  # not the better one of another data set
+    assert (
+        pick_checkpoint(rows, 'B/16').filename == 'B_16-i21k-b'
+    )  # not the better one of another data set
     for name in 'R50+L/32', 'R50+ViT-L_32':
-        assert pick(rows, name).filename == 'R50_L_32-i21k-d'
+        assert pick_checkpoint(rows, name).filename == 'R50_L_32-i21k-d'
     listed = [row.filename for row in list_variant(rows, 'B/16')]
     assert listed == ['B_16-i1k-c', 'B_16-i21k-b', 'B_16-i21k-a']
     tuned = [row.adapt_ds for row in list_fine_tunings(rows, 'B_16-i21k-a')]
@@ -412,7 +419,7 @@ def test_the_published_rule_picks_the_best_of_imagenet_21k(tmp_path, capsys):
     assert run(augreg, 'B/16', f'--index={path}') == 0
     assert 'gs://vit_models/augreg/B_16-i21k-b.npz' in capsys.readouterr().out
     with pytest.raises(UserError, match='B/17'):
-        pick(rows, 'B/17')
+        pick_checkpoint(rows, 'B/17')
     path.write_text('a,b\n1,2\n')
     with pytest.raises(UserError, match='index.csv'):
         read_index(str(path))

@@ -40,7 +40,7 @@ def run_of(folder, *, lines=LINES, **changes):
     folder.mkdir(parents=True)
     text = ''.join(f'{each}\n' for each in lines)
     (folder / 'metrics.jsonl').write_text(text + '{"kind": "train", "st')
-    (folder / 'ledger.jsonl').write_text(''.join(json.dumps(each) + '\n' for each in LEDGER))
+    (folder / 'events.jsonl').write_text(''.join(json.dumps(each) + '\n' for each in LEDGER))
     values = records.to_dict(tiny.experiment(**changes))
     write_config(folder / 'config.json', values)
     return str(folder)
@@ -85,7 +85,7 @@ def test_a_run_without_numbers_has_a_page(tmp_path):
 
 def test_numbers_alone_have_a_page(tmp_path):
     folder = run_of(tmp_path / 'run')
-    for name in 'ledger.jsonl', 'config.json':
+    for name in 'events.jsonl', 'config.json':
         (tmp_path / 'run' / name).unlink()
     page = page_of(tmp_path, folder)
     assert cells(page)[1] == 'run | at step 30 | 1.5 | 200 | 43.75% | 37.50% | 0:00:00'
@@ -93,7 +93,7 @@ def test_numbers_alone_have_a_page(tmp_path):
 
 
 def test_numbers_are_by_kind_name_and_step(tmp_path):
-    (run,) = history.read_all([run_of(tmp_path / 'run')])
+    (run,) = history.read_histories([run_of(tmp_path / 'run')])
     by_step = run.numbers['train/loss']
     assert [*by_step] == [10, 20, 30]
     np.testing.assert_array_equal([*by_step.values()], [2.0, 1.5, np.nan])
@@ -108,4 +108,4 @@ def test_a_folder_that_is_no_work_directory_is_rejected_by_name(tmp_path):
         (run, f'{run}/'): f'{run}/',
     }.items():
         with pytest.raises(UserError, match=re.escape(name)):
-            history.read_all(folders)
+            history.read_histories(folders)

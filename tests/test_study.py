@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 from tests.hosts import ROOT, environment
 from vit_jax.studies import results
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 from vit_jax.studies.results import Row
 
 FILE = """
@@ -96,7 +96,7 @@ ROWS = [
 
 
 def test_tables_have_means_deviations_published_values_and_the_number_of_seeds():
-    assert results.table(ROWS, ('test/accuracy', 'compute')) == [
+    assert results.format_table(ROWS, ('test/accuracy', 'compute')) == [
         '| depth | test/accuracy | compute | published | seeds |',
         '| --- | --- | --- | --- | --- |',
         '| 1 | 60.00% ± 14.14% | 2 exaFLOP | 61.40% | 2 of 3 |',
@@ -116,18 +116,18 @@ def test_a_picture_has_a_line_for_each_value_of_the_other_axes():
         for depth, pool, accuracy in [('2', 'gap', 0.2), ('1', 'gap', 0.1), ('1', 'cls', 0.3)]
     ]
     by_depth = {'pool gap': [(2, 0.2), (1, 0.1)], 'pool cls': [(1, 0.3)]}
-    assert lines_of(Drawing(x='depth'), rows) == by_depth
+    assert lines_of(PlotConfig(x='depth'), rows) == by_depth
     by_pool = {'depth 2': [(0, 0.2)], 'depth 1': [(0, 0.1), (1, 0.3)]}  # names have no places
-    assert lines_of(Drawing(x='pool'), rows) == by_pool
+    assert lines_of(PlotConfig(x='pool'), rows) == by_pool
     numbers = {'test/accuracy': {0: 0.5}, 'compute': {0: 4.0}}
     rows = [Row('train', {'kind': 'vit', 'size': 'B'}, 1, numbers, None), ROWS[0]]
     by_compute = {'kind vit': [(4.0, 0.5)], 'depth 1': [(2e18, pytest.approx(0.6))]}
-    assert lines_of(Drawing(x='compute'), rows) == by_compute
+    assert lines_of(PlotConfig(x='compute'), rows) == by_compute
 
 
 def test_a_mean_replaces_the_values_of_the_last_axis():
     one = {'test/accuracy': {0: 0.5}}
     rows = [Row('tune', {'size': 'B', 'task': 'a'}, 1, one, None)]
     rows.append(Row('tune', {'size': 'B', 'task': 'all'}, 1, one, None, 'all'))
-    assert lines_of(Drawing(x='size', mean='all'), rows) == {'tune': [(0.0, 0.5)]}
-    assert lines_of(Drawing(x='size'), rows) == {'task a': [(0.0, 0.5)]}
+    assert lines_of(PlotConfig(x='size', mean='all'), rows) == {'tune': [(0.0, 0.5)]}
+    assert lines_of(PlotConfig(x='size'), rows) == {'task a': [(0.0, 0.5)]}

@@ -82,7 +82,7 @@ def compiled(config: TrainConfig, devices=None):
     """The decided experiment, its first state in its place, and its compiled update."""
     experiment = build_experiment(config, devices=devices)
     state = training_run.abstract_state(experiment)
-    init = jax.jit(experiment.init, out_shardings=training_run.shardings_of(state))
+    init = jax.jit(experiment.init, out_shardings=training_run.get_shardings(state))
     return experiment, init(), training_run.lower_update(experiment, state).compile()
 
 

@@ -8,7 +8,7 @@ from vit_jax.training.duration import Duration
 def get_config():
     config = tiny.experiment(
         total=Duration(steps=60),
-        polyak_decay=0.9,
+        ema_decay=0.9,
         regularization=Regularization(dropout=0.1),
         checkpoint_every_steps=10,
         log_every_steps=5,

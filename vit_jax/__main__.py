@@ -7,7 +7,7 @@ import signal
 import sys
 
 
-def programs() -> dict[str, str]:
+def find_programs() -> dict[str, str]:
     """Returns the summary of each program by name, from its docstring. Imports nothing."""
     files = sorted(pathlib.Path(__file__).parent.glob('*.py'))
     texts = {file.stem: file.read_text() for file in files if file.stem != '__main__'}
@@ -18,7 +18,7 @@ def programs() -> dict[str, str]:
     }
 
 
-def documentation() -> pathlib.Path | None:
+def find_documentation() -> pathlib.Path | None:
     """Finds the first page of the documentation, in a checkout or as installed."""
     parent, page = pathlib.Path(__file__).parent.parent, 'share/doc/vit_jax/index.md'
     pages = parent / 'docs' / 'index.md', pathlib.Path(sys.prefix, page), parent / page
@@ -36,13 +36,13 @@ def main() -> None:
         from vit_jax import __version__
 
         print(f'vit_jax {__version__}')
-    elif name in programs():
+    elif name in find_programs():
         sys.argv = [name, *arguments]
         runpy.run_module(f'vit_jax.{name}', run_name='__main__', alter_sys=True)
     else:
-        from vit_jax.base.records import nearest
+        from vit_jax.base.records import closest
 
-        print(f'error: unknown program {name!r}; {nearest(name, programs())}', file=sys.stderr)
+        print(f'error: unknown program {name!r}; {closest(name, find_programs())}', file=sys.stderr)
         sys.exit(2)
 
 
@@ -50,9 +50,9 @@ def _list_programs() -> None:
     if hasattr(signal, 'SIGPIPE'):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes stdout early
     print('usage: vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ... (--help for its flags)\n')
-    for name, text in programs().items():
+    for name, text in find_programs().items():
         print(f'  {name:<14}{text}')
-    if (page := documentation()) is not None:
+    if (page := find_documentation()) is not None:
         print(f'\nDocumentation: {page}')
 
 

@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _print_variant(rows: list[Row], name: str, download: bool) -> None:
     """Prints the checkpoints of a variant, and the picked one with its fine-tuned versions."""
-    picked = published.pick(rows, name)
+    picked = published.pick_checkpoint(rows, name)
     for row in published.list_variant(rows, name):
         print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
     address = f'{AUGREG_FOLDER}/{picked.filename}.npz'

@@ -22,7 +22,7 @@ from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-FORMAT = 3  # format number of work directories; increases when their files change
+FORMAT = 4  # format number of work directories; increases when their files change
 # Kinds of lines in metrics.jsonl that are not names of evaluations.
 _RESERVED = 'train', 'fewshot', 'skipped'
 
@@ -82,7 +82,7 @@ class TrainConfig(Record):
     optimizer: OptimizerConfig = default(OptimizerConfig)  # optimizer and param groups
     schedule: ScheduleConfig = default(ScheduleConfig)  # learning rate schedule
     regularization: Regularization = default(Regularization)  # dropout and stochastic depth
-    polyak_decay: float | None = None  # decay of the moving average of parameters; None: no average
+    ema_decay: float | None = None  # decay of the moving average of parameters; None: no average
     max_skipped_steps: int = 10  # steps in a row with non-finite loss or gradient before stopping
     seed: int = 0  # seed of all random numbers
 
@@ -106,7 +106,7 @@ class TrainConfig(Record):
         names = 'batch_size', 'accumulation_steps', 'max_skipped_steps', 'keep_checkpoints'
         every = 'log_every_steps', 'eval_every_steps', 'checkpoint_every_steps'
         require_between(self, *names, *every, 'eval_batch_size', 'image_size', low=1)
-        require_between(self, 'polyak_decay', low=0, below=1)
+        require_between(self, 'ema_decay', low=0, below=1)
         require_between(self, 'seed', low=0, below=2**32)
         distinct = len({*self.classes}) == len(self.classes)
         require(distinct, f'classes={self.classes}: expected distinct names')

@@ -25,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
     require_local(arguments.output)
     if not (arguments.overwrite or is_free(output)):
         raise UserError(f'{output}: exists already; pass --overwrite to replace it')
-    changes = app.overrides(arguments)
+    changes = app.checkpoint_options(arguments)
     if arguments.drop_head:
         changes['num_classes'] = None
     loaded = load(arguments.input, **{'image_size': 'stored'} | changes)
@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     text = 'type of the parameters in OUT; bfloat16 rounds them (no npz files); default: as in IN'
     parser.add_argument('--dtype', choices=['float32', 'bfloat16'], help=text)
     parser.add_argument('--overwrite', action='store_true', help='replace OUT if it exists')
-    app.add_overrides(parser)
+    app.add_checkpoint_flags(parser)
     parser.add_argument('--drop_head', action='store_true', help='leave out the head')
     return parser
 

@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import counted, records, require, storage
+from vit_jax.base import plural, records, require, storage
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.cli import app
 from vit_jax.data import image_decoding
 from vit_jax.distributed import meshes
-from vit_jax.distributed.processes import Job, joined_job
+from vit_jax.distributed.processes import Job, join_job
 from vit_jax.experiment import training_run, workdirs
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import parameter_count
+from vit_jax.models import count_params
 
 _ON_CPU = (
     "this host has NVIDIA GPUs, but jax uses the CPU: pip install 'vit_jax[cuda]' (CUDA 12, driver "
@@ -39,14 +39,14 @@ _ON_CPU = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a row per check. Raises UserError at the first failed check."""
-    launch, workdir = app.launch(arguments), arguments.workdir
+    launch, workdir = app.parse_launch(arguments), arguments.workdir
     alone = workdir is not None and arguments.config is None
     wrong = f'--workdir={workdir}: --config is missing; pass the --config of the experiment'
     require(not alone or storage.is_remote(workdir), wrong)
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
-    _say('versions', ', '.join(f'{name} {v}' for name, v in workdirs.installed_packages().items()))
+    _say('versions', ', '.join(f'{name} {v}' for name, v in workdirs.package_versions().items()))
     _say('decoding', image_decoding.describe_decoder())
-    with joined_job(launch, app.report) as job:
+    with join_job(launch, app.report) as job:
         _say('cluster', str(job) if job.count > 1 else 'none detected, one process')
         app.prepare_devices(processes=job.count)
         folder = jax.config.values['jax_compilation_cache_dir']
@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.config is not None:
             _check_training(job, arguments)
         elif alone:
-            storage.require_usable(storage.folder(workdir))
+            storage.require_writable_bucket(storage.resolve_folder(workdir))
             _say('workdir', f'{workdir}: objects can be written, read, listed and removed')
     _say('result', 'all checks passed')
     return 0
@@ -68,14 +68,14 @@ def _say(name: str, text: str) -> None:
 
 def _check_devices(job: Job) -> None:
     """Compares software and devices between hosts, then sums one number per device."""
-    job.require_same('packages and code', workdirs.installed_software())
+    job.require_equal('packages and code', workdirs.describe_software())
     local, everyone = jax.local_devices(), jax.devices()
     kind = local[0].device_kind
     _say('devices', f'{len(local)} x {kind} in this process, {len(everyone)} in total')
     if gpus := _find_gpus():
         _say('driver', f'{len(gpus)} x NVIDIA {gpus[0]}')
         require(local[0].platform != 'cpu', _ON_CPU)
-    job.require_same('devices', {'per process': len(local), 'kind': kind})
+    job.require_equal('devices', {'per process': len(local), 'kind': kind})
     start = time.monotonic()
     mesh = meshes.make_mesh(meshes.MeshConfig())
     ones = meshes.put(np.ones(len(everyone), np.float32), meshes.batch_sharding(mesh))
@@ -99,7 +99,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
     config, has_begun = arguments.config, False
     with contextlib.ExitStack() as stack:
         if arguments.workdir is None:
-            job.require_same('configuration', records.to_dict(config))
+            job.require_equal('configuration', records.to_dict(config))
             experiment = build_experiment(config)
         else:
             run = training_run.open_run(
@@ -112,18 +112,18 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
             experiment, workdir, _ = stack.enter_context(run)
             folder = workdir.folder
             _say('workdir', f'{folder}: writable')
-            has_begun = bool(digests.steps(folder / FOLDER))
+            has_begun = bool(digests.list_steps(folder / FOLDER))
         model, count = experiment.model.config, len(experiment.train.source)
-        classes = counted(len(experiment.train.source.class_names), 'class')
-        _say('data', f'{counted(count, "training image")}, {classes}')
-        _say('model', f'{parameter_count(model):,} parameters, {meshes.describe(experiment.mesh)}')
-        _say('length', counted(experiment.length.total_steps, 'step'))
+        classes = plural(len(experiment.train.source.class_names), 'class')
+        _say('data', f'{plural(count, "training image")}, {classes}')
+        _say('model', f'{count_params(model):,} parameters, {meshes.describe(experiment.mesh)}')
+        _say('length', plural(experiment.length.total_steps, 'step'))
         job.reset_watchdog()
         training_run.lower_update(experiment, training_run.abstract_state(experiment))
         _say('step', 'traced: model, loss and update fit together')
         if experiment.start is not None and not has_begun:
             job.reset_watchdog()
-            experiment.transferred(experiment.start, jax.eval_shape(experiment.init).params)
+            experiment.transfer_params(experiment.start, jax.eval_shape(experiment.init).params)
             _say('start_from', f'{experiment.start.path} fits the model')
 
 

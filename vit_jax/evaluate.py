@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import UserError, atomic_write, counted, make_folder, records, write_json
+from vit_jax.base import UserError, atomic_write, make_folder, plural, records, write_json
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.remote import shown
 from vit_jax.cli import app, output
@@ -23,7 +23,7 @@ from vit_jax.evaluation import head
 from vit_jax.evaluation.head import HeadReport
 from vit_jax.experiment import lineage
 from vit_jax.figures import bitmaps
-from vit_jax.pretrained import Loaded, load
+from vit_jax.pretrained import LoadedModel, load
 from vit_jax.studies import results
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
@@ -36,38 +36,38 @@ def main(arguments: argparse.Namespace) -> int:
     Unreadable images are skipped. Returns 1 if there are any, else 0.
     """
     if arguments.out:
-        output.outlive_readers()
+        output.ignore_closed_pipes()
     origin = lineage.find_source_run(arguments.checkpoint)
-    split = arguments.split or (origin.split_of(arguments.data) if origin else 'test')
-    loaded = load(arguments.checkpoint, **app.overrides(arguments))
+    split = arguments.split or (origin.choose_split(arguments.data) if origin else 'test')
+    loaded = load(arguments.checkpoint, **app.checkpoint_options(arguments))
     print('\n'.join(loaded.report))
     loaded.require_head()
     open_split = make_opener(origin.held_out if origin else None)
     source = open_split(arguments.data, split, arguments.labels)
-    trained = len(origin.find_trained(source)) if origin else 0
-    source = head.match_classes(source, loaded, by_number=arguments.by_number)
+    trained = len(origin.find_training_images(source)) if origin else 0
+    source = head.match_classes(source, loaded, by_order=arguments.by_order)
     if arguments.out:
         make_folder(arguments.out)
     unreadable = list[str]()
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
-    reader, size = head.reader_for(loaded, source, **options), arguments.batch_size
-    with output.progress() as bar:
+    reader, size = head.make_model_reader(loaded, source, **options), arguments.batch_size
+    with output.progress_bar() as bar:
         total = -(-len(source) // size)
         report = head.evaluate_head(
             loaded,
             reader,
             batch_size=size,
-            relabelled=_are_relabelled(open_split, arguments, split),
+            relabeled=_are_relabeled(open_split, arguments, split),
             watch=functools.partial(bar.track, total=total, description='batches'),
         )
-    images, classes = counted(report.images, 'image'), counted(len(report.classes), 'class')
+    images, classes = plural(report.images, 'image'), plural(len(report.classes), 'class')
     print(f'{arguments.data}, {split}: {images} of {classes}')
-    if arguments.by_number or not loaded.class_names:
+    if arguments.by_order or not loaded.class_names:
         pairs = [f'{number} = {name}' for number, name in enumerate(source.class_names)]
         pairs = pairs if len(pairs) < 5 else [*pairs[:3], '...', pairs[-1]]
-        print(output.printable(f'classes matched by order: {", ".join(pairs)}'))
+        print(output.escape_controls(f'classes matched by order: {", ".join(pairs)}'))
     if trained:
-        text = f'{trained:,} of these {counted(len(source), "image")} are training images'
+        text = f'{trained:,} of these {plural(len(source), "image")} are training images'
         print(f'warning: {text}; their accuracy says nothing about new images')
     for gap in origin.gaps if origin else []:
         print(f'warning: {gap}; some training images may be missed')
@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
     return output.report_unreadable(unreadable, len(source))
 
 
-def _are_relabelled(open_split: Opener, arguments: argparse.Namespace, split: str) -> bool:
+def _are_relabeled(open_split: Opener, arguments: argparse.Namespace, split: str) -> bool:
     """Returns whether --labels replaces labels of one class per image.
 
     True if the data has several labels to choose from, so that its own labels are unknown.
@@ -100,13 +100,13 @@ def _describe_report(report: HeadReport) -> list[str]:
     fewer = f' (lowest {_SHOWN})' if len(worst) < len(report.classes) else ''
     lines.append(f'\n{_format_name(name)} per class{fewer}:')
     lines += [
-        f'  {one[name]:8.2%} of {one["images"]:,}  {output.printable(one["class"])}'
+        f'  {one[name]:8.2%} of {one["images"]:,}  {output.escape_controls(one["class"])}'
         for one in worst
     ]
     confusions = report.confusions()[:_SHOWN]
     lines += ['', 'most frequent confusions:'] if confusions else []
     for one in confusions:
-        pair = output.printable(f'{one["class"]}, predicted as {one["taken_for"]}')
+        pair = output.escape_controls(f'{one["class"]}, predicted as {one["predicted"]}')
         lines.append(f'  {one["images"]:>6,}  {pair}')
     return lines
 
@@ -118,7 +118,7 @@ def _format_name(name: str) -> str:
 def _write_files(
     folder: pathlib.Path,
     report: HeadReport,
-    loaded: Loaded,
+    loaded: LoadedModel,
     arguments: argparse.Namespace,
     measured: dict[str, Any],
 ) -> None:
@@ -138,7 +138,7 @@ def _write_files(
         matrix = {'confusion': report.confusion, 'class_names': np.array(report.names)}
         array_files.write_npz(folder / MATRIX, matrix)
         with atomic_write(folder / PICTURE) as partial:
-            bitmaps.confusion_matrix(report.confusion, report.names).save(partial, 'PNG')
+            bitmaps.draw_confusion_matrix(report.confusion, report.names).save(partial, 'PNG')
         written += [MATRIX, PICTURE]
     write_json(folder / NUMBERS, values)
     print(f'\nwritten: {", ".join(str(folder / name) for name in written)}')
@@ -154,10 +154,10 @@ def make_parser() -> argparse.ArgumentParser:
     text = "file with labels that replace the data's labels, such as ReaL's real.json"
     parser.add_argument('--labels', metavar='FILE.json', help=text)
     text = "match classes by order instead of by name: the data's first class is output 0"
-    parser.add_argument('--by_number', action='store_true', help=text)
+    parser.add_argument('--by_order', action='store_true', help=text)
     text = 'directory for evaluation.json, confusion.npz and confusion.png; default: not written'
     parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
-    app.add_reading(parser)
+    app.add_image_flags(parser)
     return parser
 
 

@@ -28,7 +28,7 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         return 0
     for name, values in result['sets'].items():
         print(f'{name}: {values["test_images"]:,} test images, {values["classes"]:,} classes')
-        for label, score in probing.scores(values).items():
+        for label, score in probing.list_scores(values).items():
             print(f'{label:>14}  {score}')
         for note in values['notes']:
             print(note)

@@ -16,20 +16,20 @@ import jax
 import numpy as np
 from rich.markup import escape
 
-from vit_jax.base import UserError, atomic_write, counted, make_folder, require, storage, write_json
+from vit_jax.base import UserError, atomic_write, make_folder, plural, require, storage, write_json
 from vit_jax.base.records import text_of
 from vit_jax.cli import app, output
 from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
-from vit_jax.data.inspection import Known, Scan
+from vit_jax.data.inspection import ImageInfo, SplitReport
 from vit_jax.data.sources.base import Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
-from vit_jax.experiment.build import label_problems, open_start, preprocessing_of, reader_for
+from vit_jax.experiment.build import label_problems, make_readers, open_start, resolve_preprocessing
 from vit_jax.figures import bitmaps
 from vit_jax.training.duration import make_train_length
-from vit_jax.training.losses import targets_of
-from vit_jax.training.update import AUGMENT, purpose_key
+from vit_jax.training.losses import make_targets
+from vit_jax.training.update import AUGMENT, make_purpose_key
 
 SHEET, SUMMARY = 'data.png', 'data.json'
 _ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
@@ -55,21 +55,21 @@ class Problems(list[str]):
 
 def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints a summary and draws images. Returns 1 if there are problems."""
-    config, folder = arguments.config, storage.folder(arguments.workdir)
+    config, folder = arguments.config, storage.resolve_folder(arguments.workdir)
     make_folder(folder)
     opener, problems = make_opener(config.held_out), Problems()
     train, tests = _open_parts(config, opener, problems)
     sources = _open_splits(config, [config.train_split, *tests], opener, problems)
     start = problems.catch(open_start, config)
-    preprocessing = preprocessing_of(config, start)
+    preprocessing = resolve_preprocessing(config, start)
     model = config.model or (start.card.model if start else None)
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
-    reader_of = reader_for(config, preprocessing, size)
+    reader_of = make_readers(config, preprocessing, size)
     scans, readable_images = _scan(sources, reader_of)
     unreadable = sum(len(scan.unreadable) for scan in scans.values())
     if unreadable and config.loader.on_unreadable != 'skip':
         remedy = 'repair or remove them, or pass --config.loader.on_unreadable=skip'
-        problems.append(f'{counted(unreadable, "image")} cannot be read: {remedy}')
+        problems.append(f'{plural(unreadable, "image")} cannot be read: {remedy}')
     shared = list[str]()
     if train is not None:
         crop = host_crop(config.augmentation, preprocessing)
@@ -125,26 +125,26 @@ def _describe_shared(train: Source, tests: dict[str, Source]) -> Iterator[str]:
 
 def _scan(
     sources: dict[str, Source], reader_of: Callable[..., loading.ImageReader]
-) -> tuple[dict[str, Scan], dict[str, Known]]:
+) -> tuple[dict[str, SplitReport], dict[str, ImageInfo]]:
     """Scans and prints every split. Returns the scans and the readable images."""
-    scans, readable_images = dict[str, Scan](), dict[str, Known]()
-    with futures.ThreadPoolExecutor(loading.cores()) as pool, output.progress() as bar:
+    scans, readable_images = dict[str, SplitReport](), dict[str, ImageInfo]()
+    with futures.ThreadPoolExecutor(loading.count_cores()) as pool, output.progress_bar() as bar:
         for split, source in sources.items():
             done = functools.partial(bar.advance, bar.add_task(escape(split), total=len(source)))
             scans[split] = inspection.scan(reader_of(source), pool, done, known=readable_images)
-            print(f'{split}: {counted(len(source), "image")}')
+            print(f'{split}: {plural(len(source), "image")}')
             print('\n'.join(_describe(scans[split])))
     return scans, readable_images
 
 
-def _describe(scan: Scan) -> Iterator[str]:
+def _describe(scan: SplitReport) -> Iterator[str]:
     """Yields the lines about a split, with at most `_SHOWN` entries of each list."""
     if scan.classes:
         names = [*scan.classes]
         more = f', ... {names[-1]}' if len(names) > _SHOWN else ''
         yield f'  classes      {len(names)}: {", ".join(names[:_SHOWN])}{more}'
         fewest, most = (choose(names, key=scan.classes.__getitem__) for choose in (min, max))
-        images = counted(scan.classes[fewest], 'image')
+        images = plural(scan.classes[fewest], 'image')
         if scan.classes[fewest] < scan.classes[most]:
             images += f' ({fewest}) to {scan.classes[most]:,} ({most})'
         yield f'  class size   {images}'
@@ -165,7 +165,7 @@ def _write_sheet(
     config: TrainConfig,
     evaluated: loading.ImageReader,
     trained: loading.ImageReader,
-    readable_images: dict[str, Known],
+    readable_images: dict[str, ImageInfo],
 ) -> None:
     """Draws training images as evaluation and the first epochs of training see them.
 
@@ -177,9 +177,9 @@ def _write_sheet(
     require(bool(indices), f'none of {len(source)} training images is readable')
     examples = [evaluated.example(loading.ExampleRef(index)) for index in indices]
     columns = [[image for image, _ in examples]]
-    targets = functools.partial(targets_of, num_classes=len(source.class_names))
+    targets = functools.partial(make_targets, num_classes=len(source.class_names))
     augmented = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))
-    key = purpose_key(config.seed, AUGMENT)
+    key = make_purpose_key(config.seed, AUGMENT)
     with futures.ThreadPoolExecutor() as pool:
         for epoch in range(_EPOCHS):
             refs = [loading.ExampleRef(i, epoch) for i in indices]
@@ -190,14 +190,14 @@ def _write_sheet(
     rows = list(zip(classes, zip(*columns, strict=True), strict=True))
     titles = ['evaluation', *(f'epoch {epoch}' for epoch in range(_EPOCHS))]
     with atomic_write(path) as partial:
-        bitmaps.contact_sheet(rows, titles).save(partial, 'PNG')
+        bitmaps.draw_contact_sheet(rows, titles).save(partial, 'PNG')
     print(f'pictures       {path}')
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('inspect_data', __doc__)
-    app.add_config(parser)
+    app.add_config_flags(parser)
     return parser
 
 

@@ -19,9 +19,9 @@ import jax
 from vit_jax.cli import app
 from vit_jax.distributed import meshes
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import parameter_count
+from vit_jax.models import count_params
 from vit_jax.planning import ahead_of_time, memory_plan
-from vit_jax.planning.ahead_of_time import GIB, DoesNotFit
+from vit_jax.planning.ahead_of_time import GIB, DoesNotFitError
 from vit_jax.planning.memory_plan import StepMemory
 from vit_jax.training.duration import Duration
 
@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     jax.config.update('jax_platforms', 'cpu')  # compilation needs no device
     jax.config.update('jax_enable_compilation_cache', False)  # the cache needs a device
     classes, images = arguments.num_classes, arguments.num_images
-    config = memory_plan.without_data(arguments.config, num_classes=classes, num_images=images)
+    config = memory_plan.with_dummy_data(arguments.config, num_classes=classes, num_images=images)
     where = ahead_of_time.find_topology(arguments.topology)
     start, batch_size = time.monotonic(), config.batch_size
     experiment = build_experiment(config, devices=where.devices)
@@ -39,19 +39,19 @@ def main(arguments: argparse.Namespace) -> int:
     count, kind = len(where.devices), where.devices[0].device_kind
     print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.describe(mesh)}')
-    print(f'model       {parameter_count(model):,} parameters, ', end='')
+    print(f'model       {count_params(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     print(f'batch       {batch_size:,} images, {batch_size // parts} per device', flush=True)
     assert compute.remat != 'auto'
-    for policy, result in memory_plan.try_policies(config, compute.remat, where):
+    for policy, result in memory_plan.try_remat_policies(config, compute.remat, where):
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
     best = (batch_size, result) if isinstance(result, StepMemory) else None
     if arguments.largest:
         print('searching the largest batch: takes minutes', file=sys.stderr, flush=True)
         # With a length in epochs, a larger batch could have fewer steps than the warm-up.
         steps = Duration(steps=experiment.length.total_steps)
-        config = dataclasses.replace(memory_plan.with_policy(config, policy), total=steps)
+        config = dataclasses.replace(memory_plan.with_remat_policy(config, policy), total=steps)
         best = memory_plan.find_largest_batch(config, where, result)
     if best is None:
         print('does not fit: use more devices, a smaller batch (--largest searches it), ', end='')
@@ -65,8 +65,8 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if isinstance(result, StepMemory) else 1
 
 
-def _verdict(result: StepMemory | DoesNotFit) -> str:
-    if isinstance(result, DoesNotFit):
+def _verdict(result: StepMemory | DoesNotFitError) -> str:
+    if isinstance(result, DoesNotFitError):
         return f'does not fit: {_gib(result.needed) if result.needed else "more"} needed'
     return f'fits: {_gib(result.peak)} peak, including {_gib(result.state)} of state and batch'
 
@@ -78,12 +78,12 @@ def _gib(count: int) -> str:
 def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('plan', __doc__)
-    app.add_config(parser, workdir=False)
+    app.add_config_flags(parser, workdir=False)
     text = 'devices to compile for, such as v5e:4x4'
     parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help=text)
     for name, text in ('num_classes', 'classes'), ('num_images', 'training images'):
         text = f'number of {text}; default: as in the data'
-        parser.add_argument(f'--{name}', type=app.positive, metavar='N', help=text)
+        parser.add_argument(f'--{name}', type=app.positive_int, metavar='N', help=text)
     parser.add_argument('--largest', action='store_true', help='also search the largest batch')
     return parser
 

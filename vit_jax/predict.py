@@ -23,18 +23,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Batch, Float, atomic_write, counted, require, usable
+from vit_jax.base import Batch, Float, atomic_write, plural, require, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.sources.folders import unlabeled
+from vit_jax.data.sources.folders import unlabeled_source
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import batches_on_all_devices
-from vit_jax.pretrained import Loaded, OutputName, load
+from vit_jax.pretrained import LoadedModel, OutputName, load
 
 FORMATS = {'': 'text', '.txt': 'text', '.csv': 'csv', '.jsonl': 'jsonl'}  # by suffix of --output
-_MANY, _LIKELY = 5, 0.5  # number of classes for softmax; minimal probability for sigmoid
+_TOP_K, _THRESHOLD = 5, 0.5  # number of classes for softmax; minimal probability for sigmoid
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -45,23 +45,23 @@ def main(arguments: argparse.Namespace) -> int:
     require(bool(form), f'--output={arguments.output}: unknown ending; {expected}')
     _check_paths(arguments)
     if arguments.output or arguments.features:
-        output.outlive_readers()
-    source = unlabeled(arguments.images)
-    loaded = load(arguments.checkpoint, **app.overrides(arguments))
+        output.ignore_closed_pipes()
+    source = unlabeled_source(arguments.images)
+    loaded = load(arguments.checkpoint, **app.checkpoint_options(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
     unreadable = list[str]()
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
-    reader = head.reader_for(loaded, source, **options)
+    reader = head.make_model_reader(loaded, source, **options)
     names = _read_class_names(loaded, arguments.class_names)
     names = shorten_names(names) if form == 'text' else names
     if not arguments.features:
         loaded.require_head()
-    wanted: list[OutputName] = ['probabilities'] if loaded.predicts else []
+    wanted: list[OutputName] = ['probabilities'] if loaded.is_classifier else []
     wanted += ['features'] if arguments.features else []
     paths, features = list[str](), list[np.ndarray]()
     batches = batches_on_all_devices(reader, arguments.batch_size)
     # On a terminal, printed lines appear above the progress bar.
-    bar = output.progress(redirect_stdout=sys.stdout.isatty())
+    bar = output.progress_bar(redirect_stdout=sys.stdout.isatty())
     with bar, open_output(arguments.output, form) as file:
         if form == 'csv':
             print('path,class,probability', file=file)
@@ -70,8 +70,8 @@ def main(arguments: argparse.Namespace) -> int:
         for index, outputs in _compute_outputs(loaded, wanted, batches.mesh, tracked):
             path = source.name_of(index)
             if 'probabilities' in outputs:
-                likely = int((outputs['probabilities'] > _LIKELY).sum())
-                default = likely if loaded.card.loss == 'sigmoid' else _MANY
+                likely = int((outputs['probabilities'] > _THRESHOLD).sum())
+                default = likely if loaded.card.loss == 'sigmoid' else _TOP_K
                 best = most_probable(outputs['probabilities'], names, arguments.top or default)
                 write_classes(file, path, best, form)
             if 'features' in outputs:
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.features:
         arrays = {'paths': np.array(paths, str), 'features': np.array(features)}
         write_npz(pathlib.Path(arguments.features), arrays)
-        print(f'features of {counted(len(paths), "image")}: {arguments.features}', file=sys.stderr)
+        print(f'features of {plural(len(paths), "image")}: {arguments.features}', file=sys.stderr)
     if arguments.output:
         print(f'written: {arguments.output}', file=sys.stderr)
     return output.report_unreadable(unreadable, len(source))
@@ -96,7 +96,7 @@ def _check_paths(arguments: argparse.Namespace) -> None:
 
 
 def _compute_outputs(
-    loaded: Loaded, wanted: Sequence[OutputName], mesh: Mesh, batches: Iterable[Batch]
+    loaded: LoadedModel, wanted: Sequence[OutputName], mesh: Mesh, batches: Iterable[Batch]
 ) -> Iterator[tuple[int, dict[OutputName, np.ndarray]]]:
     """Yields the index and the outputs of each readable image."""
     params = jax.device_put(loaded.params, meshes.replicated(mesh))
@@ -144,12 +144,12 @@ def write_classes(file: Any, path: str, classes: Sequence[tuple[str, float]], fo
         print(json.dumps({'path': path, 'classes': values}), file=file)
     else:
         text = ', '.join(f'{name} {share:.1%}' for name, share in classes)
-        line = f'{path}  {text or f"nothing above {_LIKELY:.0%}"}'
-        print(output.printable(line), file=file)
+        line = f'{path}  {text or f"nothing above {_THRESHOLD:.0%}"}'
+        print(output.escape_controls(line), file=file)
     file.flush()
 
 
-def _read_class_names(loaded: Loaded, path: str | None) -> list[str]:
+def _read_class_names(loaded: LoadedModel, path: str | None) -> list[str]:
     """Returns the class names in a file, else the checkpoint's, else `class 0`, `class 1`, ..."""
     count = loaded.config.num_classes or 0
     if path is None:
@@ -174,13 +174,13 @@ def make_parser() -> argparse.ArgumentParser:
     add('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
     add('images', metavar='IMAGE', nargs='+', help='image files, or folders of images')
     text = 'classes per image; default: 5, or all above 50%% after training with a sigmoid loss'
-    add('--top', type=app.positive, metavar='N', help=text)
+    add('--top', type=app.positive_int, metavar='N', help=text)
     add('--format', choices=['text', 'csv', 'jsonl'], help='default: by ending of FILE, or text')
     add('--output', type=app.local_path, metavar='FILE', help='file to write; default: stdout')
     add('--class_names', metavar='FILE', help='class names, one per line; default: as stored')
     add('--features', type=app.local_path, metavar='OUT.npz', help='write features and paths')
     add('--overwrite', action='store_true', help='replace existing files of --output, --features')
-    app.add_reading(parser)
+    app.add_image_flags(parser)
     return parser
 
 

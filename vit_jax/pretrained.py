@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Float, Params, UInt8, UserError, require, tree_names, usable
-from vit_jax.base.records import Elsewhere
+from vit_jax.base.records import UnresolvedFunction
 from vit_jax.checkpoints import remote, transfer
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import opening, writing
@@ -29,7 +29,7 @@ from vit_jax.models import (
     ViTConfig,
     abstract_params,
     build,
-    with_exact_products,
+    with_highest_precision,
 )
 from vit_jax.models.taps import Reduction
 
@@ -49,7 +49,7 @@ _HEADROOM = 8
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
-class Loaded:
+class LoadedModel:
     """A pre-trained model with its card.
 
     `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
@@ -73,7 +73,7 @@ class Loaded:
         return '\n'.join(self.report)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Loaded):
+        if not isinstance(other, LoadedModel):
             return NotImplemented
         one, two = (tree_names.named_leaves(each.params) for each in (self, other))
         same = (self.card, self.compute, one.keys()) == (other.card, other.compute, two.keys())
@@ -107,7 +107,7 @@ class Loaded:
         head = self.config.head
         expected = 'pass it with load(..., head=FUNCTION), or --head=FILE.py:FUNCTION'
         custom = f'the head is the function {getattr(head, "name", "")}, not part of the checkpoint'
-        require(not isinstance(head, Elsewhere), f'{custom}; {expected}')
+        require(not isinstance(head, UnresolvedFunction), f'{custom}; {expected}')
         return build(self.config, compute=self.compute)
 
     def with_params(
@@ -116,14 +116,14 @@ class Loaded:
         *,
         class_names: Sequence[str] | None = None,
         loss: str | None = None,
-    ) -> 'Loaded':
+    ) -> 'LoadedModel':
         """Returns the model with other parameters, for example fine-tuned ones.
 
         If `class_names` or `loss` is None, it is kept. Raises UserError for parameters with other
         names or shapes.
         """
         new, old = (tree_names.named_leaves(each) for each in (params, self.params))
-        tree_names.compare_names(new, old, where='params')
+        tree_names.compare_leaves(new, old, where='params')
         card = self.card
         if class_names is not None:
             card = dataclasses.replace(card, class_names=tuple(class_names))
@@ -132,9 +132,9 @@ class Loaded:
         return dataclasses.replace(self, card=card, params=host, origin=())
 
     @functools.cached_property
-    def predicts(self) -> bool:
+    def is_classifier(self) -> bool:
         """Whether the model has a trained head for classes."""
-        of_classes = not (self.card.projects or self.card.regresses)
+        of_classes = not (self.card.projects or self.card.is_regression)
         return of_classes and has_trained_head(self.params)
 
     def require_head(self, *, of_classes: bool = True) -> None:
@@ -143,12 +143,12 @@ class Loaded:
             raise UserError('the checkpoint has no head; use its features, or fine-tune it')
         if self.card.projects:
             require(not of_classes, f'{_PROJECTS}; use logits or features, or fine-tune it')
-        elif self.card.regresses:
+        elif self.card.is_regression:
             require(not of_classes, _REGRESSES)
-        elif not self.predicts:
+        elif not self.is_classifier:
             raise UserError(ZERO_HEAD)
 
-    def prepare(self, image: Any) -> Float[np.ndarray, 'h w c']:
+    def preprocess(self, image: Any) -> Float[np.ndarray, 'h w c']:
         """Decodes, resizes, crops and normalizes an image for the model.
 
         Args:
@@ -160,7 +160,7 @@ class Loaded:
         """
         channels = f'the model takes {self.config.channels} channels, but `prepare` returns 3'
         require(self.config.channels == 3, f'{channels}; normalize the images in your own code')
-        decoded = _decoded(image, exif_rotation=self.preprocessing.exif_rotation)
+        decoded = _decode_image(image, exif_rotation=self.preprocessing.exif_rotation)
         cut = self.preprocessing.crop(decoded, self.config.image_size, None)
         return np.asarray(normalize(cut, self.preprocessing))
 
@@ -183,7 +183,7 @@ class Loaded:
         """Returns the named outputs from one forward pass. Images may be sharded over devices."""
         if set(names) - {'features'}:
             self.require_head(of_classes='probabilities' in names)
-        return _on_host(self._outputs(self.params, self._checked(images), names))
+        return _to_host(self._outputs(self.params, self._check_images(images), names))
 
     def capture(
         self, images: Array | np.ndarray, names: Sequence[str] | Mapping[str, Reduction]
@@ -196,12 +196,12 @@ class Loaded:
             functions that reduce the arrays.
         """
         wanted = tuple(names.items()) if isinstance(names, Mapping) else tuple(names)
-        images = self._checked(images)
+        images = self._check_images(images)
         # A program that also returns intermediate arrays may round the logits differently.
         (logits,) = self._outputs(self.params, images, ('logits',))
-        return _on_host((logits, self._capture(self.params, images, wanted)))
+        return _to_host((logits, self._capture(self.params, images, wanted)))
 
-    def _checked(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
+    def _check_images(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
         """Returns the images as float32. Raises UserError unless they look like `prepare`'s."""
         is_array = isinstance(images, jax.Array | np.ndarray)
         kind = f'{images.dtype}{list(images.shape)}' if is_array else type(images).__name__
@@ -226,7 +226,7 @@ class Loaded:
         }
         # XLA computes the common part of the outputs once.
         return jax.jit(
-            with_exact_products(
+            with_highest_precision(
                 lambda p, images, names: tuple(functions[n](p, images) for n in names)
             ),
             static_argnums=2,
@@ -238,7 +238,7 @@ class Loaded:
             functions = all(isinstance(one, tuple) for one in wanted)
             return self.model.capture(params, images, dict(wanted) if functions else wanted)[1]
 
-        return jax.jit(with_exact_products(capture), static_argnums=2)
+        return jax.jit(with_highest_precision(capture), static_argnums=2)
 
 
 def load(
@@ -254,7 +254,7 @@ def load(
     num_classes: int | Literal['keep'] | None = 'keep',
     head: Callable[[int], Any] | None = None,
     dtype: Literal['float32', 'bfloat16'] = 'float32',
-) -> Loaded:
+) -> LoadedModel:
     """Loads a model from a checkpoint file or directory in any format of `opening.NAMES`.
 
     Args:
@@ -277,7 +277,7 @@ def load(
     )
     checkpoint = opening.open_checkpoint(path, hints, image_size=size)
     if head is not None:
-        checkpoint = _with_head(checkpoint, head)
+        checkpoint = _attach_head(checkpoint, head)
     card, old = checkpoint.card, checkpoint.card.model
     is_resnet = patch_size is not None and not isinstance(old, ViTConfig)
     require(not is_resnet, f'patch_size={patch_size}: a ResNet has no patches')
@@ -287,11 +287,11 @@ def load(
     if num_classes not in ('keep', old.num_classes):
         changes |= {'num_classes': num_classes, 'head': 'linear', 'head_bias': 0.0}
     new = dataclasses.replace(old, **changes)
-    params, lines = transfer.changed(checkpoint.read(), old=old, new=new)
+    params, lines = transfer.adapt_and_replace_head(checkpoint.read(), old=old, new=new)
     if new.num_classes != old.num_classes:  # class names and loss describe the old head
         card = dataclasses.replace(card, class_names=(), loss=None)
     card = dataclasses.replace(card, model=new, grid=new.grid)
-    return Loaded(
+    return LoadedModel(
         card=card,
         params=params,
         report=(checkpoint.path, *checkpoint.report, *lines, *_head_remarks(card, params)),
@@ -310,7 +310,7 @@ def _head_remarks(card: Card, params: Params) -> list[str]:
         lines.append(ZERO_HEAD)
     if card.projects:
         lines.append(_PROJECTS)
-    elif card.regresses:
+    elif card.is_regression:
         lines.append(_REGRESSES)
     elif card.loss not in (None, 'softmax', 'sigmoid'):
         lines.append(f'trained with {card.loss}: probabilities are the softmax of the logits')
@@ -318,7 +318,7 @@ def _head_remarks(card: Card, params: Params) -> list[str]:
 
 
 def save(
-    loaded: Loaded,
+    loaded: LoadedModel,
     path: str | os.PathLike[str],
     format: str | None = None,
     *,
@@ -356,28 +356,28 @@ def save(
     )
 
 
-def _with_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
+def _attach_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
     """Returns the checkpoint with a custom head. Raises UserError if the head does not fit."""
     old = checkpoint.card.model
     params, where = checkpoint.read(), f'{checkpoint.path}: head'
     require(old.num_classes is not None, f'{where}: the checkpoint has no head')
-    is_custom = isinstance(old.head, Elsewhere)
+    is_custom = isinstance(old.head, UnresolvedFunction)
     require(is_custom, f'{where}: the checkpoint has a {old.head} head; leave out head=FUNCTION')
     model = dataclasses.replace(old, head=head)
     with usable('head', 'a function from the number of classes to a flax module'):
         expected = abstract_params(model)
-    tree_names.compare_names(head_params(params), head_params(expected), where=where)
+    tree_names.compare_leaves(head_params(params), head_params(expected), where=where)
     card = dataclasses.replace(checkpoint.card, model=model)
     return checkpoint._replace(card=card, read=lambda: params)
 
 
-def _on_host(outputs: Any) -> Any:
+def _to_host(outputs: Any) -> Any:
     """Returns numpy arrays, or the traced arrays inside a traced function."""
     traced = isinstance(jax.tree.leaves(outputs)[0], jax.core.Tracer)
     return outputs if traced else jax.tree.map(np.asarray, outputs)
 
 
-def _decoded(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
+def _decode_image(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 3']:
     from PIL import Image
 
     if isinstance(image, str | os.PathLike):

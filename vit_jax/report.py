@@ -48,13 +48,13 @@ def main(arguments: argparse.Namespace) -> int:
     """Writes the report."""
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
-    path, runs = pathlib.Path(arguments.out), history.read_all(arguments.workdirs)
+    path, runs = pathlib.Path(arguments.out), history.read_histories(arguments.workdirs)
     sections = [_results(runs), *_curves(runs), _skipped(runs), _time(runs)]
     if len(runs) > 1:
         sections.append(_differences(runs))
     lines = [f'{run.name}: {run.folder}, {_state(run)}' for run in runs]
     with usable(path), atomic_write(path) as partial:
-        partial.write_text(page.page('Training report', lines, sections))
+        partial.write_text(page.render_page('Training report', lines, sections))
     print(f'written: {path}')
     return 0
 
@@ -63,7 +63,7 @@ def _state(run: History) -> str:
     """Describes the progress of a run, such as `complete at step 300`."""
     step = max((line['step'] for line in run.lines), default=0)
     ended = run.event in ('complete', 'stopped', 'diverged')
-    state = run.event if ended or not run.event else 'not complete'  # empty without a ledger
+    state = run.event if ended or not run.event else 'not complete'  # empty without an event log
     return f'{state} at step {step:,}'.strip()
 
 
@@ -77,7 +77,7 @@ def _results(runs: Sequence[History]) -> Section:
         for name in names:
             values = [x for x in run.numbers.get(name, {}).values() if np.isfinite(x)]
             cells.append(results.text_of(name, values[-1]) if values else '')
-        rows.append([*cells, reporter.duration(sum(run.seconds.values(), 0.0))])
+        rows.append([*cells, reporter.format_duration(sum(run.seconds.values(), 0.0))])
     text = 'The last finite value of each metric.'
     return Section('Results', text, table=Table(['run', 'state', *names, 'wall time'], rows))
 
@@ -105,7 +105,7 @@ def _curves(runs: Sequence[History]) -> list[Section]:
                     how = ':' if trained else _DASHES[kind % len(_DASHES)]
                     drawn.append(curves.Curve(label, place, x, y, style=how))
         if drawn:
-            figure = curves.curves(title, drawn, x='step', y=title.lower(), scale=scale)
+            figure = curves.draw_curves(title, drawn, x='step', y=title.lower(), scale=scale)
             picture = Picture(style.png(figure), f'{title} over steps', '')
             sections.append(Section(title, text, [picture]))
     return sections
@@ -129,9 +129,9 @@ def _time(runs: Sequence[History]) -> Section:
 
     title, spent = 'Wall time', {run.name: run.seconds for run in runs if run.seconds}
     if not spent:
-        return Section(title, _TIME, left_out='No run has written ledger.jsonl yet.')
-    caption = '; '.join(f'{name}: {reporter.spent(s)}' for name, s in spent.items())
-    picture = Picture(style.png(curves.where_time_went(spent)), 'shares of the wall time', caption)
+        return Section(title, _TIME, left_out='No run has written events.jsonl yet.')
+    caption = '; '.join(f'{name}: {reporter.format_seconds(s)}' for name, s in spent.items())
+    picture = Picture(style.png(curves.draw_time_shares(spent)), 'shares of the wall time', caption)
     return Section(title, _TIME, [picture])
 
 

@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
     study, folder = arguments.config, pathlib.Path(arguments.workdir).absolute()
     remote = is_remote(arguments.workdir)
     require(not remote, f'--workdir={arguments.workdir}: expected a local directory')
-    runs = planned_runs.planned(study)
+    runs = planned_runs.plan_runs(study)
     records.require_pattern(arguments.only)
     chosen = [run for run in runs if re.search(arguments.only, run.name)]
     require(bool(chosen), f'--only={arguments.only}: matches no run; example: {runs[0].name}')
@@ -75,7 +75,7 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
         if planned_runs.is_complete(folder, run):
             continue
         label = f'{number} of {len(chosen)}  {run.name}'
-        if holder := workdirs.holder(folder / run.name):
+        if holder := workdirs.find_holder(folder / run.name):
             print(f'{label}  is being trained by {holder}', flush=True)
             continue
         try:
@@ -123,9 +123,9 @@ def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun
         if missing and run.name in measured:
             print(f'warning: {run.name}: {workdirs.METRICS} has no {missing} at the used step')
     rows = results.make_rows(study, runs, measured)
-    text = results.tables(study, rows)
+    text = results.format_tables(study, rows)
     print(f'\n{text}')
-    csv = results.csv_of(runs, measured)
+    csv = results.format_csv(runs, measured)
     contents = {'md': text.encode(), 'csv': csv.encode(), 'png': _picture(study, rows)}
     for ending, content in contents.items():
         if content is not None:
@@ -148,9 +148,9 @@ def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
     from vit_jax.figures import curves, style  # matplotlib is an extra
 
     several = any(line.deviation.any() for line in lines)
-    figure = curves.measured(
+    figure = curves.draw_means(
         study.title,
-        [curves.Measured(**line._asdict()) for line in lines],
+        [curves.MeanCurve(**line._asdict()) for line in lines],
         x=draw.x if places else 'training FLOPs',
         y=draw.y + (', mean ± standard deviation over seeds' if several else ''),
         ticks={place: name for name, place in places.items()},
@@ -165,7 +165,7 @@ def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
 def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('study', __doc__)
-    app.add_config(parser, Study)
+    app.add_config_flags(parser, Study)
     text = 'print the training command of each incomplete run, for a cluster; trains nothing'
     parser.add_argument('--list', action='store_true', help=text)
     text = 'select runs (GRID/VALUE-VALUE-seedN) by a regular expression; default: all'

@@ -8,7 +8,7 @@ import argparse
 import operator
 import shlex
 
-from vit_jax.base import counted
+from vit_jax.base import plural
 from vit_jax.cli import app
 from vit_jax.config import TrainConfig
 from vit_jax.distributed.processes import Job
@@ -35,16 +35,16 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     )
     if job.index != 0:
         return 0
-    few_shot = f'; {probing.summary(result.fewshot)}' if result.fewshot else ''
-    print(f'\nreached    {reporter.eval_summary(result.evals)}{few_shot}')
+    few_shot = f'; {probing.summarize(result.fewshot)}' if result.fewshot else ''
+    print(f'\nreached    {reporter.summarize_evals(result.evals)}{few_shot}')
     if skipped := result.reporter.skipped:
-        times = counted(skipped, 'time')
+        times = plural(skipped, 'time')
         print(f'skipped    unreadable training images were skipped {times}')
     print(f'checkpoint {result.checkpoint}')
     print(f'metrics    {result.folder / METRICS}')
-    print(f'time       {reporter.spent(result.reporter.clock.seconds)}')
+    print(f'time       {reporter.format_seconds(result.reporter.clock.seconds)}')
     if earlier := result.reporter.earlier:
-        print(f'earlier    {reporter.spent(earlier)}')
+        print(f'earlier    {reporter.format_seconds(earlier)}')
     if command := next_command(result.experiment.config, str(result.folder)):
         print(f'next       {command}')
     return 0

@@ -19,18 +19,18 @@ from typing import Any
 
 from rich.progress import Progress
 
-from vit_jax.base import UserError, atomic_write, counted, make_folder, records, require, usable
+from vit_jax.base import UserError, atomic_write, make_folder, plural, records, require, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
-from vit_jax.checkpoints.remote import as_path, shown
+from vit_jax.checkpoints.remote import shown, to_path
 from vit_jax.cli import app, output
-from vit_jax.data.loading import reader_for
+from vit_jax.data.loading import make_reader
 from vit_jax.data.sources.base import Source
-from vit_jax.data.sources.folders import is_image, loose_images, unlabeled
+from vit_jax.data.sources.folders import is_image, loose_images, unlabeled_source
 from vit_jax.data.sources.opening import EXPECTED, make_opener
 from vit_jax.figures import figure as figures
 from vit_jax.figures.figure import NAMES, Figure, Images, Network
-from vit_jax.figures.page import Picture, Section, page
-from vit_jax.pretrained import Loaded, load
+from vit_jax.figures.page import Picture, Section, render_page
+from vit_jax.pretrained import LoadedModel, load
 
 PAGE = 'index.html'
 _LONGEST = 80  # characters of the name of a model
@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
     chosen, folder = select_figures(arguments.figures), pathlib.Path(arguments.out)
     make_folder(folder)
-    with output.progress() as bar:
+    with output.progress_bar() as bar:
         networks, images, lines, problems = _open(arguments, bar)
         if any(figure.needs_images for figure in chosen.values()):
             for network in networks:
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
             for name, figure in bar.track(chosen.items(), description='figures')
         ]
     with usable(folder), atomic_write(folder / PAGE) as partial:
-        partial.write_text(page('What the models learned', lines, sections))
+        partial.write_text(render_page('What the models learned', lines, sections))
     print(f'\nwritten: {folder / PAGE}')
     return output.report_unreadable(problems, len(images.indices) + len(problems))
 
@@ -61,7 +61,7 @@ def select_figures(names: str | None) -> dict[str, Figure]:
     """Returns the figures in a comma-separated list, or all, in the order of the page."""
     chosen = NAMES if names is None else [name.strip() for name in names.split(',')]
     for name in chosen:
-        require(name in NAMES, f'--figures: no figure {name!r}; {records.nearest(name, NAMES)}')
+        require(name in NAMES, f'--figures: no figure {name!r}; {records.closest(name, NAMES)}')
     return {name: figures.find_figure(name) for name in NAMES if name in chosen}
 
 
@@ -81,18 +81,18 @@ def _open(
 
     most = arguments.max_pixels
     readers = [
-        reader_for(source, one.preprocessing, one.config.image_size, max_pixels=most)
+        make_reader(source, one.preprocessing, one.config.image_size, max_pixels=most)
         for one in loaded.values()
     ]
-    indices, problems = figures.readable(readers[0], arguments.num_images, progress)
-    size, mesh = figures.batch_for(len(indices), arguments.batch_size)
+    indices, problems = figures.find_readable(readers[0], arguments.num_images, progress)
+    size, mesh = figures.choose_batch(len(indices), arguments.batch_size)
     networks = [
-        figures.on_devices(name, one, reader, mesh)
+        figures.put_on_devices(name, one, reader, mesh)
         for (name, one), reader in zip(loaded.items(), readers, strict=True)
     ]
     images = Images(indices, size, progress)
     unreadable = f'; {len(problems):,} unreadable' if problems else ''
-    used = counted(len(images.used()), 'image')
+    used = plural(len(images.used_indices()), 'image')
     lines = [
         f'Command: vit_jax visualize {shlex.join(map(shown, sys.argv[1:]))}',
         f'Images: {used} of {arguments.images} in batches of {size}{unreadable}.',
@@ -101,11 +101,11 @@ def _open(
     return networks, images, lines, problems
 
 
-def _load_networks(arguments: argparse.Namespace) -> dict[str, Loaded]:
+def _load_networks(arguments: argparse.Namespace) -> dict[str, LoadedModel]:
     """Loads the models by name. Raises UserError for a model that does not take 3 channels."""
-    loaded = dict[str, Loaded]()
+    loaded = dict[str, LoadedModel]()
     for name, path in zip(name_networks(arguments.checkpoints), arguments.checkpoints, strict=True):
-        loaded[name] = load(path, **app.overrides(arguments))
+        loaded[name] = load(path, **app.checkpoint_options(arguments))
         channels = loaded[name].config.channels
         require(channels == 3, f'{shown(path)}: got a model for {channels} channels; expected 3')
     return loaded
@@ -118,7 +118,7 @@ def _open_images(data: str, split: str | None) -> Source:
     """
     place = pathlib.Path(data)
     if is_image(data) or (place.is_dir() and loose_images(place)):
-        return unlabeled([data])
+        return unlabeled_source([data])
     open_split = make_opener()
     if split is None:
         with contextlib.suppress(UserError):  # opening `test` gives a better message
@@ -130,7 +130,7 @@ def name_networks(paths: Sequence[str]) -> list[str]:
     """Names models for file names: as few last parts of each path as make the names unique."""
     endings = re.compile(r'[.](npz|safetensors|bin|pth?)(?=:|$)')
     parts = [
-        pathlib.Path(endings.sub('', os.path.abspath(as_path(path)))).parts[1:] for path in paths
+        pathlib.Path(endings.sub('', os.path.abspath(to_path(path)))).parts[1:] for path in paths
     ]
     for length in range(1, max(map(len, parts)) + 1):
         whole = ['-'.join(each[-length:]) for each in parts]
@@ -147,9 +147,9 @@ def _make_section(
     from vit_jax.figures import style  # matplotlib is an extra
 
     pictures, left_out = list[Picture](), list[str]()
-    for compared in [networks] if figure.of_all else [[one] for one in networks]:
-        stem = name if figure.of_all else f'{name}-{compared[0].name}'
-        prefix = '' if figure.of_all else f'{compared[0].name}: '
+    for compared in [networks] if figure.compares_models else [[one] for one in networks]:
+        stem = name if figure.compares_models else f'{name}-{compared[0].name}'
+        prefix = '' if figure.compares_models else f'{compared[0].name}: '
         try:
             numbers = figure.compute(images, *compared)
         except UserError as reason:
@@ -179,8 +179,8 @@ def make_parser() -> argparse.ArgumentParser:
     add('--out', required=True, type=app.local_path, metavar='DIR', help=text)
     add('--figures', metavar='NAME,...', help=f'default: all ({", ".join(NAMES)})')
     text = 'maximum number of images, evenly spread over the data; default: 256'
-    add('--num_images', type=app.positive, default=256, metavar='N', help=text)
-    app.add_reading(parser)
+    add('--num_images', type=app.positive_int, default=256, metavar='N', help=text)
+    app.add_image_flags(parser)
     return parser
 
 

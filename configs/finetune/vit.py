@@ -58,9 +58,9 @@ def transfer(
 def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
     """Returns the experiment of one row at one learning rate."""
     row, rate = run.split(',')
-    data, eval_split, steps, warmup, _, side, polyak_decay = ROWS[row]
+    data, eval_split, steps, warmup, _, side, ema_decay = ROWS[row]
     config = transfer(
         data, eval_split, steps=steps, warmup=warmup, learning_rate=float(rate), side=side
     )
-    config.polyak_decay = polyak_decay
+    config.ema_decay = ema_decay
     return config

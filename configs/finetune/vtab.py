@@ -17,7 +17,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.configs.finetune import vit
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import RandomCrop
-from vit_jax.data.sources.vtab import TASKS, THOUSAND
+from vit_jax.data.sources.vtab import TASKS, VTAB_1K_SPLIT
 
 ARGUMENTS = tuple(TASKS)
 
@@ -28,6 +28,6 @@ def get_config(name: str = 'caltech101') -> TrainConfig:
     config = vit.transfer(f'vtab:{name}', 'test', steps=2500, warmup=500, learning_rate=0.01)
     crop = RandomCrop(keep_aspect=False) if task.crop else None
     config.augmentation = Augmentation(crop=crop, flip=task.flip)
-    config.train_split = THOUSAND
+    config.train_split = VTAB_1K_SPLIT
     config.eval_every_steps, config.checkpoint_every_steps = None, 500
     return config

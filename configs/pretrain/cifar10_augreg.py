@@ -14,11 +14,11 @@ import dataclasses
 
 from vit_jax.config import TrainConfig
 from vit_jax.configs.pretrain import cifar10
-from vit_jax.data.augmentation import AUGREG, augreg
+from vit_jax.data.augmentation import AUGREG_LEVELS, augreg
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
-ARGUMENTS = 'none', 'mild', *(level for level in AUGREG if level != 'none')
+ARGUMENTS = 'none', 'mild', *(level for level in AUGREG_LEVELS if level != 'none')
 
 
 def get_config(level: str = 'mild') -> TrainConfig:

@@ -39,7 +39,7 @@ def get_config() -> TrainConfig:
         loss=LossConfig(label_smoothing=0.1),
         optimizer=OptimizerConfig(weight_decay=0.2, clip_norm=1.0),
         schedule=ScheduleConfig(learning_rate=2e-3, warmup=Duration(steps=500)),
-        polyak_decay=0.9985,
+        ema_decay=0.9985,
         eval_every_steps=2500,
         checkpoint_every_steps=2500,
     )

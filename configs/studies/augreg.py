@@ -13,9 +13,9 @@ from typing import Any
 
 from vit_jax.configs.pretrain import augreg
 from vit_jax.configs.studies import base
-from vit_jax.data.augmentation import AUGREG, Augmentation
+from vit_jax.data.augmentation import AUGREG_LEVELS, Augmentation
 from vit_jax.data.augmentation import augreg as augmentation
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 
 ARGUMENTS = 'small', 'full'
 
@@ -24,7 +24,7 @@ def get_config(size: str = 'small') -> Study:
     """Returns a grid of models, data and levels."""
     config = base.get_config(size)
     levels: dict[str, Augmentation] = {
-        level: augmentation(level) for level in (AUGREG if size == 'full' else SMALL)
+        level: augmentation(level) for level in (AUGREG_LEVELS if size == 'full' else SMALL)
     }
     networks: dict[str, dict[str, Any]]
     if size == 'full':
@@ -55,7 +55,7 @@ def get_config(size: str = 'small') -> Study:
         base=config,
         grids={'train': grid},
         seeds=(0, 1, 2) if size == 'small' else (0,),
-        draw=Drawing(x='level'),
+        draw=PlotConfig(x='level'),
     )
 
 

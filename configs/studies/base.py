@@ -98,7 +98,7 @@ def fine_tuning(size: str, task: str = 'digits') -> dict[str, Any]:
     """Returns the changes for fine-tuning on a row of configs/finetune/vit.py, or on `digits`."""
     config = transfer.get_config() if size == 'small' else finetuning.get_config(task)
     data_fields = 'data', 'eval_split', 'image_size', 'augmentation', 'total', 'batch_size'
-    training_fields = 'loss', 'optimizer', 'schedule', 'regularization', 'polyak_decay', 'fewshot'
+    training_fields = 'loss', 'optimizer', 'schedule', 'regularization', 'ema_decay', 'fewshot'
     return fields(config, *data_fields, *training_fields)
 
 

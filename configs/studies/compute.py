@@ -17,7 +17,7 @@ from typing import Any
 from vit_jax.configs.pretrain import vit
 from vit_jax.configs.studies import base
 from vit_jax.models import Backbone, ResNetConfig
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 
 # Accuracies in percent after fine-tuning, in the order of base.TASKS.
 PUBLISHED = {
@@ -63,7 +63,7 @@ def _study(size: str, networks: dict[str, Any], tasks: dict[str, Any]) -> Study:
         family: Grid(axes={'network': values}, measures=(measure, 'compute'))
         for family, values in networks.items()
     }
-    drawn = Drawing(x='compute', y=measure, logarithmic=True)
+    drawn = PlotConfig(x='compute', y=measure, logarithmic=True)
     if tasks:
         drawn = dataclasses.replace(drawn, y='test/accuracy', mean='all')
         for family in networks:

@@ -21,7 +21,7 @@ from vit_jax.configs.pretrain import vit
 from vit_jax.configs.studies import base
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import ModelConfig, Regularization, ViTConfig
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 from vit_jax.training.duration import Duration
 
 IMAGENET_21K = 14_197_122  # images
@@ -105,7 +105,7 @@ def get_config(size: str = 'small') -> Study:
             ),
         },
         seeds=(0, 1, 2),
-        draw=Drawing(x='data', y=few, logarithmic=True),
+        draw=PlotConfig(x='data', y=few, logarithmic=True),
     )
 
 
@@ -132,6 +132,6 @@ def _sets() -> Study:
             published=base.published({networks[row]: v for row, v in accuracies.items()}),
             means={'all': tuple(base.TASKS)},
         )
-    drawn = Drawing(x='network', mean='all')
+    drawn = PlotConfig(x='network', mean='all')
     start = vit.get_config('jft,B/16')
     return Study(title='Pre-training sets', base=start, grids=grids, draw=drawn)

@@ -14,7 +14,7 @@ from typing import Any
 
 from vit_jax.configs.pretrain import vit
 from vit_jax.configs.studies import base
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 from vit_jax.training.optimizer import OptimizerConfig
 
 # Accuracies in percent, in the order of base.TASKS.
@@ -65,5 +65,5 @@ def get_config(size: str = 'small') -> Study:
             ),
         },
         seeds=(0, 1, 2),
-        draw=Drawing(x='optimizer'),
+        draw=PlotConfig(x='optimizer'),
     )

@@ -10,7 +10,7 @@ Command: python -m vit_jax.study --config=configs/studies/pooling.py:small \
 """
 
 from vit_jax.configs.studies import base
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 
 RATES = {'small': ('3e-4', '1e-3', '3e-3', '1e-2'), 'full': ('1e-4', '3e-4', '8e-4', '2e-3')}
 ARGUMENTS = 'small', 'full'
@@ -31,5 +31,5 @@ def get_config(size: str = 'small') -> Study:
         base=base.get_config(size),
         grids={'train': grid},
         seeds=(0, 1, 2),
-        draw=Drawing(x='rate', y=measure, logarithmic=True),
+        draw=PlotConfig(x='rate', y=measure, logarithmic=True),
     )

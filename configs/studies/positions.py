@@ -11,7 +11,7 @@ Command: python -m vit_jax.study --config=configs/studies/positions.py:small \
 from typing import Any
 
 from vit_jax.configs.studies import base
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 
 # Linear 5-shot accuracy of B/16 on ImageNet; the table does not state the training data.
 PUBLISHED = {
@@ -41,7 +41,7 @@ def get_config(size: str = 'small') -> Study:
             )
         },
         seeds=(0, 1, 2),
-        draw=Drawing(x='positions', y=measure),
+        draw=PlotConfig(x='positions', y=measure),
     )
 
 

@@ -12,7 +12,7 @@ Command: python -m vit_jax.study --config=configs/studies/scaling.py:small \
 from typing import Any
 
 from vit_jax.configs.studies import base
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 
 # The values of each axis, including the base.
 VALUES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -60,5 +60,5 @@ def get_config(size: str = 'small') -> Study:
         base=base.get_config(size),
         grids=grids,
         seeds=(0, 1, 2),
-        draw=Drawing(x='compute', y=measure, logarithmic=True),
+        draw=PlotConfig(x='compute', y=measure, logarithmic=True),
     )

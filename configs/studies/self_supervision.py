@@ -17,7 +17,7 @@ from vit_jax.configs.finetune import vit as finetuning
 from vit_jax.configs.pretrain import masked_patches
 from vit_jax.configs.pretrain import vit as pretraining
 from vit_jax.configs.studies import base
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
 
@@ -64,5 +64,5 @@ def get_config(size: str = 'small') -> Study:
         base=config,
         grids=grids,
         seeds=(0, 1, 2),
-        draw=Drawing(x='labels', logarithmic=True),
+        draw=PlotConfig(x='labels', logarithmic=True),
     )

@@ -15,7 +15,7 @@ import dataclasses
 from typing import Any
 
 from vit_jax.configs.studies import base
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import Grid, PlotConfig, Study
 
 LEARNED = 'airplane', 'automobile', 'bird', 'cat', 'deer'
 NEAR = 'dog', 'frog', 'horse', 'ship', 'truck'
@@ -63,5 +63,5 @@ def get_config(size: str = 'small') -> Study:
         base=config,
         grids=before | {'tune': tune},
         seeds=(0, 1, 2),
-        draw=Drawing(x='trained'),
+        draw=PlotConfig(x='trained'),
     )

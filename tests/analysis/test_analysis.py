@@ -38,7 +38,7 @@ def test_the_distance_of_uniform_attention_is_the_closed_form(prefix):
         n = rows * columns
         weights = np.zeros((2, 3, 1, prefix + n, prefix + n), np.float32)
         weights[..., prefix:] = 1 / n
-        found = attention.mean_distance(weights, (rows, columns), size, prefix=prefix)
+        found = attention.mean_attention_distance(weights, (rows, columns), size, prefix=prefix)
         uniform = attention.uniform_distance((rows, columns), size)
         np.testing.assert_allclose(found, np.full((2, 1), uniform), rtol=1e-6)
     assert attention.uniform_distance((1, 7), (4, 32)) == pytest.approx(48 / 21 * 32)
@@ -48,7 +48,7 @@ def test_a_head_that_attends_to_the_next_patch_has_the_distance_of_a_patch():
     down, aside = (np.roll(np.eye(12), shift, axis=1) for shift in (4, 1))
     down[8:] = aside[3::4] = 0  # outside the grid of 3x4
     weights = np.stack([down, aside])[None, None]
-    found = attention.mean_distance(weights, (3, 4), (10, 100), prefix=0)
+    found = attention.mean_attention_distance(weights, (3, 4), (10, 100), prefix=0)
     np.testing.assert_allclose(found, [[10 * 8 / 12, 100 * 9 / 12]], rtol=1e-6)
 
 
@@ -57,17 +57,19 @@ def test_attention_to_the_class_token_has_no_distance():
     halved = weights.copy()
     halved[..., 1:] /= 2
     halved[..., 0, :] = 1  # its own row is left out
-    found = [attention.mean_distance(w, (2, 3), (8, 8), prefix=1) for w in (weights, halved)]
+    found = [
+        attention.mean_attention_distance(w, (2, 3), (8, 8), prefix=1) for w in (weights, halved)
+    ]
     np.testing.assert_allclose(found[1], found[0] / 2, rtol=1e-5)
 
 
 def test_numbers_of_tokens_and_pixels_must_match_the_grid():
     with pytest.raises(UserError, match='prefix=0'):
-        attention.mean_distance(random_weights(1, 1, 1, 7, 7), (2, 3), (8, 8), prefix=0)
+        attention.mean_attention_distance(random_weights(1, 1, 1, 7, 7), (2, 3), (8, 8), prefix=0)
     with pytest.raises(UserError, match='prefix=0'):
         positions.similarity(np.ones((7, 4)), (2, 3), prefix=0)
     with pytest.raises(UserError, match='5x6'):
-        localization.patches(np.zeros((1, 5, 6, 3)), (2, 3))
+        localization.split_into_patches(np.zeros((1, 5, 6, 3)), (2, 3))
 
 
 KERNEL = RNG.normal(size=(2, 3, 2, 40)) * np.linspace(1, 5, 12).reshape(2, 3, 2, 1) + 2
@@ -89,14 +91,14 @@ def test_components_are_those_of_scikit_learn_with_a_positive_largest_entry(widt
 
 def test_each_picture_reaches_from_black_to_white():
     kernels = np.stack([KERNEL[..., 0], 9 * KERNEL[..., 1], 0 * KERNEL[..., 2]])
-    pictures = filters.as_picture(kernels)
+    pictures = filters.to_unit_range(kernels)
     assert pictures.min(axis=(1, 2, 3)).tolist() == [0, 0, 0]
     np.testing.assert_allclose(pictures.max(axis=(1, 2, 3)), [1, 1, 0], rtol=1e-6)
 
 
 def test_patches_are_the_pixels_of_each_position_row_after_row():
     images = RNG.normal(size=(2, 4, 9, 3)).astype(np.float32)
-    found = localization.patches(images, (2, 3))
+    found = localization.split_into_patches(images, (2, 3))
     assert found.shape == (6, 2, 2 * 3 * 3)
     np.testing.assert_array_equal(found[4].reshape(2, 2, 3, 3), images[:, 2:4, 3:6])
 
@@ -176,7 +178,7 @@ CASES = {
     'centered_gram': (cka.centered_gram, (8, 3, 4)),
     'rollout': (attention.rollout, (2, 3, 4, 5, 5)),
     'distance': (
-        functools.partial(attention.mean_distance, patch_size=(4, 4), **TILES),
+        functools.partial(attention.mean_attention_distance, patch_size=(4, 4), **TILES),
         (2, 3, 4, 5, 5),
     ),
     'components': (filters.principal_components, (2, 2, 3, 9)),

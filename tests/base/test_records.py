@@ -85,11 +85,11 @@ def test_a_missing_value_is_named():
 def test_records_within_are_copied_so_that_later_assignments_change_nothing():
     circle = Circle(radius=2.0)
     picture = Picture(shape=circle, count=1)
-    copy = records.checked(picture, where='p')
+    copy = records.validated(picture, where='p')
     circle.radius = picture.shape.radius = 30.0
     assert copy.shape.radius == 2.0
     with pytest.raises(UserError, match='p.shape.radius=30.0'):
-        records.checked(picture, where='p')
+        records.validated(picture, where='p')
     with pytest.raises(UserError, match="Circle.radios: .*'radius'"):
         circle.radios = 1.0
 
@@ -105,9 +105,9 @@ def test_values_are_set_by_path_in_a_checked_copy():
 
 
 def test_the_nearest_name_or_all_of_them_or_that_there_is_none():
-    near, no_near = records.nearest('depht', ['depth', 'width']), records.nearest('x', ['b', 'a'])
+    near, no_near = records.closest('depht', ['depth', 'width']), records.closest('x', ['b', 'a'])
     assert "'depth'" in near and 'width' not in near
-    assert no_near.endswith(' a, b') and records.nearest('x', []).endswith(' none')
+    assert no_near.endswith(' a, b') and records.closest('x', []).endswith(' none')
 
 
 def double(number):
@@ -115,7 +115,7 @@ def double(number):
 
 
 def test_a_function_stays_in_a_checked_record_and_is_named_in_text():
-    picture = records.checked(Picture(paint=double, count=1), where='p')
+    picture = records.validated(Picture(paint=double, count=1), where='p')
     assert picture.paint(2) == 4
     values = json.loads(json.dumps(records.to_dict(picture)))
     assert values['paint'] == {'function': f'{__name__}:double'}

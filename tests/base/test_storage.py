@@ -9,24 +9,24 @@ import time
 import pytest
 
 from tests.servers import gcs
-from vit_jax.base import UnusableDisk, UserError, atomic_write, held_objects, storage, write_json
-from vit_jax.base.held_objects import GrowingObject, Lease
+from vit_jax.base import StorageError, UserError, atomic_write, bucket_lease, storage, write_json
+from vit_jax.base.bucket_lease import GrowingObject, Lease
 
 
 @pytest.fixture
 def hurried(monkeypatch):
     """Leases are for a second, and renewed four times in it."""
-    monkeypatch.setattr(held_objects, 'LEASE', 1.0)
+    monkeypatch.setattr(bucket_lease, 'LEASE', 1.0)
 
 
 @pytest.fixture
 def lock(bucket):
-    return storage.folder('gs://bucket/run') / '.lock'
+    return storage.resolve_folder('gs://bucket/run') / '.lock'
 
 
 @pytest.fixture
 def metrics(bucket):
-    return storage.folder('gs://bucket/run') / 'metrics.jsonl'
+    return storage.resolve_folder('gs://bucket/run') / 'metrics.jsonl'
 
 
 def wait_until(condition, seconds=10):
@@ -54,17 +54,17 @@ STORES = 's3://bucket/run', 'hdfs://host/run', 'gs://bucket', 'gs:///run'
 @pytest.mark.parametrize('path', [*STORES, *(f'gs://bucket/a{sign}b' for sign in '?#[]*\n')])
 def test_a_folder_on_another_store_or_of_an_unusable_name_is_rejected(path):
     with pytest.raises(UserError, match=re.escape(path.partition('?')[0])):
-        storage.folder(path)
+        storage.resolve_folder(path)
 
 
 def test_a_bucket_needs_its_client(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'gs://bucket/run: .*vit_jax\[gs\]'):
-        storage.folder('gs://bucket/run')
+        storage.resolve_folder('gs://bucket/run')
 
 
 def test_a_file_on_a_bucket_is_written_whole_or_not_at_all(bucket):
-    folder = storage.folder('gs://bucket/run/')
+    folder = storage.resolve_folder('gs://bucket/run/')
     path = folder / 'config.json'
     write_json(path, {'a': 1})
     assert json.loads(bucket.text('run/config.json')) == {'a': 1}
@@ -75,15 +75,15 @@ def test_a_file_on_a_bucket_is_written_whole_or_not_at_all(bucket):
     bucket.put('run/other', b'', {})  # by another host
     assert {path.name for path in folder.iterdir()} == {'config.json', 'other'}
     bucket.fault = lambda method, path: 403
-    with pytest.raises(UnusableDisk, match='^gs://bucket/run/config.json: [^\n]*$'):
+    with pytest.raises(StorageError, match='^gs://bucket/run/config.json: [^\n]*$'):
         write_json(path, {})
 
 
 def test_an_error_shows_no_secret_of_a_url():
     with pytest.raises(UserError) as rejected:
-        storage.folder('s3://me:secret@bucket/run?sig=secret')
+        storage.resolve_folder('s3://me:secret@bucket/run?sig=secret')
     assert 'secret' not in str(rejected.value)
-    with pytest.raises(UnusableDisk, match='^gs://b: of https://h/x of gs://b$'):
+    with pytest.raises(StorageError, match='^gs://b: of https://h/x of gs://b$'):
         with storage.usable('gs://b'):
             raise RuntimeError('of https://me:secret@h/x?secret of gs://b')
 
@@ -91,7 +91,7 @@ def test_an_error_shows_no_secret_of_a_url():
 def test_lines_are_added_in_the_background_and_all_are_there_when_flushed(
     bucket, metrics, monkeypatch
 ):
-    monkeypatch.setattr(held_objects, 'UPLOAD', 0.05)
+    monkeypatch.setattr(bucket_lease, 'UPLOAD', 0.05)
     metrics.write_text('before\n')
     file = GrowingObject(metrics)
     file.write('first\n')
@@ -101,7 +101,7 @@ def test_lines_are_added_in_the_background_and_all_are_there_when_flushed(
     assert bucket.text('run/metrics.jsonl') == 'before\nfirst\nsecond\n'
     bucket.fault = lambda method, path: 403
     file.write('third\n')
-    with pytest.raises(UnusableDisk, match='gs://bucket/run/metrics.jsonl'):
+    with pytest.raises(StorageError, match='gs://bucket/run/metrics.jsonl'):
         file.flush()
     bucket.fault = lambda method, path: None
     file.close()
@@ -113,7 +113,7 @@ def test_lines_whose_answer_was_lost_are_written_once(bucket, metrics):
     undo = lose_answers(bucket, gcs.Refused(403, 'forbidden'))
     for line in 'first\n', 'second\n':
         file.write(line)
-        with pytest.raises(UnusableDisk):
+        with pytest.raises(StorageError):
             file.flush()
     undo()
     file.write('third\n')
@@ -130,7 +130,7 @@ def test_a_run_that_was_taken_over_overwrites_nothing(is_answered, bucket, metri
         first.flush()
     else:
         undo = lose_answers(bucket, gcs.Refused(403, 'forbidden'))
-        with pytest.raises(UnusableDisk):
+        with pytest.raises(StorageError):
             first.flush()
         undo()
     second = GrowingObject(metrics)
@@ -214,8 +214,8 @@ def test_a_check_renews_the_lease_only_after_a_long_time(lock, bucket, monkeypat
     generation = bucket.objects['run/.lock'].generation
     bucket.fault = lambda method, path: 403  # an outage
     lease.check()
-    monkeypatch.setattr(time, 'time', lambda now=time.time: now() + held_objects.LEASE)
-    with pytest.raises(UnusableDisk, match='gs://bucket/run/.lock'):
+    monkeypatch.setattr(time, 'time', lambda now=time.time: now() + bucket_lease.LEASE)
+    with pytest.raises(StorageError, match='gs://bucket/run/.lock'):
         lease.check()
     bucket.fault = lambda method, path: None
     assert bucket.objects['run/.lock'].generation == generation
@@ -235,11 +235,11 @@ NEEDED = {
 
 @pytest.mark.parametrize('permission', NEEDED)
 def test_a_missing_permission_is_found_and_nothing_is_left(permission, bucket):
-    storage.require_usable(storage.folder('gs://bucket/run'))
+    storage.require_writable_bucket(storage.resolve_folder('gs://bucket/run'))
     assert bucket.names() == []
     method, path = NEEDED[permission]
     bucket.fault = lambda m, p: 403 if m == method and re.search(path, p) else None
-    with pytest.raises(UnusableDisk, match='^gs://bucket/run: 403 [^\n]*$'):
-        storage.require_usable(storage.folder('gs://bucket/run'))
-    with pytest.raises(UnusableDisk, match='^gs://other/run: '):
-        storage.require_usable(storage.folder('gs://other/run'))
+    with pytest.raises(StorageError, match='^gs://bucket/run: 403 [^\n]*$'):
+        storage.require_writable_bucket(storage.resolve_folder('gs://bucket/run'))
+    with pytest.raises(StorageError, match='^gs://other/run: '):
+        storage.require_writable_bucket(storage.resolve_folder('gs://other/run'))

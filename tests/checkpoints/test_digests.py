@@ -15,9 +15,9 @@ import pytest
 
 from tests import tiny
 from tests.hosts import environment
-from vit_jax.base import UnusableDisk, UserError, storage
+from vit_jax.base import StorageError, UserError, storage
 from vit_jax.checkpoints import digests, store
-from vit_jax.checkpoints.digests import Damaged, verify_digests, write_digests
+from vit_jax.checkpoints.digests import DamagedCheckpoint, verify_digests, write_digests
 from vit_jax.experiment import training_run
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -60,7 +60,7 @@ def test_each_of_a_hundred_flipped_bits_is_noticed_and_its_file_named(run):
         path = paths[np.searchsorted(ends, bit, side='right')]
         position = int(bit - ends[-1]) % (8 * path.stat().st_size)
         flip(path, position)
-        with pytest.raises(Damaged) as error:
+        with pytest.raises(DamagedCheckpoint) as error:
             verify_digests(run.checkpoint)
         named = str(path.relative_to(run.checkpoint)) in str(error.value)
         assert named or path.name == 'digests.json'
@@ -77,7 +77,7 @@ def test_a_file_that_is_cut_or_missing_is_named(copy, damage):
     if damage == 'cut':
         path.write_bytes(data[:-1])
     for read in verify_digests, lambda folder: store.load_params(str(folder)):
-        with pytest.raises(Damaged, match=f'10: .*{path.name}'):
+        with pytest.raises(DamagedCheckpoint, match=f'10: .*{path.name}'):
             read(folder)
 
 
@@ -87,7 +87,7 @@ def test_digests_that_cannot_be_read_are_damage(copy, text):
     (folder / 'digests.json').unlink()
     if text is not None:
         (folder / 'digests.json').write_text(text)
-    with pytest.raises(Damaged, match='digests.json'):
+    with pytest.raises(DamagedCheckpoint, match='digests.json'):
         verify_digests(folder)
 
 
@@ -105,7 +105,7 @@ def test_a_disk_that_cannot_be_read_is_no_damage(copy, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     monkeypatch.setattr(digests, 'crc32c', fail)
-    with pytest.raises(UnusableDisk, match=str(copy)):
+    with pytest.raises(StorageError, match=str(copy)):
         store.quarantine_damaged(copy)
     assert (copy / 'checkpoints/10').is_dir()
 
@@ -119,7 +119,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_with_a_warning(r
     for step, file in ('10', 'training/'), ('12', 'digests.json'):
         assert re.search(f'checkpoints/{step}: .*{file}', caplog.text)
         assert f'{folder}/damaged/{step}-' in caplog.text
-    assert digests.steps(folder) == [10, 5]
+    assert digests.list_steps(folder) == [10, 5]
     verify_digests(folder / '10')
 
 
@@ -137,13 +137,13 @@ def test_a_run_without_a_sound_checkpoint_stops_until_the_damaged_ones_are_remov
 
 @pytest.mark.full
 def test_a_run_resumes_after_it_was_copied_to_a_bucket_and_back(run, tmp_path, bucket, caplog):
-    remote, back = storage.folder('gs://bucket/run'), tmp_path / 'back'
+    remote, back = storage.resolve_folder('gs://bucket/run'), tmp_path / 'back'
     for path in files(run.folder):
         if path.name != '.lock':
             (remote / path.relative_to(run.folder)).write_bytes(path.read_bytes())
     for folder in remote, back:
         chex.assert_trees_all_equal(resume(folder).state, run.state)
-        assert digests.steps(folder / 'checkpoints') == [10, 5]
+        assert digests.list_steps(folder / 'checkpoints') == [10, 5]
         for name in bucket.names() if folder == remote else ():
             path = back / name.removeprefix('run/')
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def test_a_kill_at_any_file_operation_of_a_save_leaves_a_checkpoint_to_restore(t
     for last in range(1, operations + 1):
         folder = tmp_path / str(last) / 'checkpoints'
         assert store.quarantine_damaged(folder.parent) == [], last
-        steps = digests.steps(folder)
+        steps = digests.list_steps(folder)
         newest.add(steps[0])
         for step in steps:
             params = store.load_params(str(folder / str(step)))

@@ -19,7 +19,7 @@ from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.checkpoints import published, remote
 from vit_jax.checkpoints.formats import google
 from vit_jax.experiment.build import build_experiment, open_start
-from vit_jax.models import parameter_count, variant
+from vit_jax.models import count_params, variant
 
 DATA = bytes(range(256)) * 20
 DIGEST = hashlib.sha256(DATA).hexdigest()
@@ -131,7 +131,7 @@ def test_a_subtree_stands_before_a_query_which_may_contain_colons(server):
     server.answers['/a.npz'] = web.Answer(DATA)
     name = f'{server.url}/a.npz:img?se=00:00:00Z&sig=secret'
     assert remote.local(f'{name}#sha256={DIGEST}').path.endswith('/a.npz:img')
-    assert remote.as_path(name) == remote.shown(name) == f'{server.url}/a.npz:img'
+    assert remote.to_path(name) == remote.shown(name) == f'{server.url}/a.npz:img'
 
 
 SECRETS = [
@@ -162,7 +162,7 @@ def test_a_secret_in_a_url_is_in_no_file(server, tmp_path):
     vit_jax.save(network, tmp_path / 'b.safetensors', 'timm')
     assert b'secret' not in (tmp_path / 'b.safetensors').read_bytes()
     decided = build_experiment(tiny.experiment(start_from=name, model=None))
-    assert decided.recorded_config()['start_from'] == network.report[0]
+    assert decided.export_config()['start_from'] == network.report[0]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_published_file_is_as_large_as_the_network_of_its_name(name):
     config = variant(size, image_size=(side, side), num_classes=21_843 if pretrained else 1000)
     if collection == 'vit' and pretrained:  # whose heads have a hidden layer
         config.representation_size = config.width
-    mebibytes = 4 * parameter_count(config) / 2**20
+    mebibytes = 4 * count_params(config) / 2**20
     assert abs(published.find(name).mebibytes - mebibytes) < 1
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from vit_jax.base import UnusableDisk, UserError, storage
+from vit_jax.base import StorageError, UserError, storage
 from vit_jax.checkpoints import digests, store
 from vit_jax.distributed.meshes import MeshConfig, make_mesh
 from vit_jax.distributed.sharding_rules import shardings_for
@@ -103,7 +103,7 @@ def test_the_disk_never_holds_more_than_one_checkpoint_above_the_kept_ones(tmp_p
     done.set()
     thread.join()
     checkpoints.close()
-    assert max(counts) == 3 and digests.steps(folder) == [19, 18]
+    assert max(counts) == 3 and digests.list_steps(folder) == [19, 18]
 
 
 def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, monkeypatch):
@@ -117,10 +117,10 @@ def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, monkeyp
     monkeypatch.setattr(ocp.AsyncCheckpointer, 'wait_until_finished', waiting)
     checkpoints = store.Checkpoints(tmp_path / 'run', keep=3)
     for step in 1, 2:  # the second call raises it again
-        with pytest.raises(UnusableDisk, match='manifest.ocdbt'):
+        with pytest.raises(StorageError, match='manifest.ocdbt'):
             save(checkpoints, step)
     checkpoints.close()
-    assert not digests.steps(tmp_path / 'run/checkpoints')
+    assert not digests.list_steps(tmp_path / 'run/checkpoints')
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_a_bucket_that_cannot_be_reached_is_no_damage(bucket):
         bucket.put(f'run/checkpoints/20/{file}', text, {})
     assert store.load_card('gs://bucket/run')[0] == {'step': 20}
     bucket.fault = lambda method, path: 403 if re.search(r'/o[?]', path) else None
-    with pytest.raises(UnusableDisk):
-        digests.steps(storage.folder('gs://bucket/run/checkpoints'))
+    with pytest.raises(StorageError):
+        digests.list_steps(storage.resolve_folder('gs://bucket/run/checkpoints'))
     bucket.fault = lambda method, path: 403 if 'json' in path else None
-    with pytest.raises(UnusableDisk):
+    with pytest.raises(StorageError):
         store.load_card('gs://bucket/run')

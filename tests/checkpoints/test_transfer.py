@@ -19,7 +19,7 @@ from vit_jax.checkpoints import resize
 from vit_jax.checkpoints.transfer import adapt, head_params, transfer
 from vit_jax.models import build
 from vit_jax.models.config import PositionKind, PositionResize, PositionsAt
-from vit_jax.models.model import position_array
+from vit_jax.models.model import compute_position_table
 
 OLD = tiny.model(representation_size=6)
 
@@ -256,8 +256,8 @@ def test_resizing_columns_and_rows_is_resizing_the_table_that_they_make(how):
         'pos_embedding_y': rng.normal(size=(1, 6, 5)).astype(np.float32),
     }
     resized = resize.resize_positions(params, old, new)
-    whole = position_array(old, params)
-    found = position_array(new, resized)
+    whole = compute_position_table(old, params)
+    found = compute_position_table(new, resized)
     expected = resize.resize_table(whole, old.grid, new.grid, how=how)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 

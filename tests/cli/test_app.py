@@ -20,7 +20,7 @@ from vit_jax import __main__, finetune
 from vit_jax.base.errors import UserError
 from vit_jax.cli import app, config_flags
 from vit_jax.distributed.processes import Job
-from vit_jax.training.loop import NotFinite
+from vit_jax.training.loop import NotFiniteError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -51,7 +51,7 @@ def test_a_file_name_that_is_no_unicode_is_printed_as_it_is(monkeypatch, capfdbi
 
 def with_config():
     parser = app.new_parser('name', 'What it does.')
-    app.add_config(parser)
+    app.add_config_flags(parser)
     return parser
 
 
@@ -96,7 +96,7 @@ def test_the_full_help_has_type_default_and_meaning_of_a_field(monkeypatch, caps
     'error, code, line',
     [
         (UserError('data=x: no such folder'), 1, 'error: data=x: no such folder\n'),
-        (NotFinite('step 3: loss is nan'), 1, 'error: step 3: loss is nan\n'),
+        (NotFiniteError('step 3: loss is nan'), 1, 'error: step 3: loss is nan\n'),
         (KeyboardInterrupt(), 130, 'error: interrupted\n'),
         (OSError('a fault of the program'), 1, None),
     ],
@@ -170,7 +170,7 @@ assert 'jax' not in sys.modules
 
 
 def test_help_names_every_flag_of_every_program_with_its_meaning():
-    for name in __main__.programs():
+    for name in __main__.find_programs():
         parser = importlib.import_module(f'vit_jax.{name}').make_parser()
         assert type(parser) is type(app.new_parser('', '')), f'{name}: errors are not one line'
         flags = [action for action in parser._actions if action.option_strings]

@@ -11,7 +11,7 @@ import pytest
 from tests import tiny
 from vit_jax.base import UserError, records
 from vit_jax.cli import app
-from vit_jax.cli.config_files import read
+from vit_jax.cli.config_files import read_config_file
 from vit_jax.cli.config_flags import load
 from vit_jax.config import write_config
 
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def message(given):
     with pytest.raises(UserError) as error:
-        read(str(given))
+        read_config_file(str(given))
     return str(error.value)
 
 
@@ -28,7 +28,7 @@ def test_other_errors_of_a_configuration_are_not_hidden(tmp_path, capsys):
     file = tmp_path / 'own.py'
     file.write_text("def get_config():\n    return {}['row']\n")
     with pytest.raises(KeyError) as error:
-        read(str(file))
+        read_config_file(str(file))
     assert app.report(error.value) == 1
     shown = capsys.readouterr().err
     assert f'{file}", line 2' in shown and "KeyError: 'row'" in shown
@@ -62,7 +62,7 @@ def test_an_error_names_the_file_its_line_and_the_value(tmp_path, line, argument
     file = tmp_path / 'own.py'
     file.write_text(FILE + line)
     with pytest.raises(UserError, match=f'^--config={file}.*{names}') as error:
-        read(f'{file}{argument}')
+        read_config_file(f'{file}{argument}')
     assert '\n' not in str(error.value)
 
 
@@ -97,14 +97,14 @@ def test_a_configuration_is_a_module_that_imports_files_of_its_folder(tmp_path, 
 
 def test_a_configuration_of_the_package_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert read('configs/quickstart.py') == read('quickstart.py')
+    assert read_config_file('configs/quickstart.py') == read_config_file('quickstart.py')
     assert "'configs/quickstart.py'" in message('configs/quikstart.py')
     for name in "'configs/finetune/vit.py'", "'configs/pretrain/vit.py'":
         assert name in message('vit.py')
     own = tmp_path / 'configs/quickstart.py'
     own.parent.mkdir()
     own.write_text('from tests import tiny\ndef get_config(): return tiny.experiment()')
-    assert read('configs/quickstart.py') == tiny.experiment()
+    assert read_config_file('configs/quickstart.py') == tiny.experiment()
 
 
 def test_every_configuration_is_a_part_of_the_package():
@@ -120,11 +120,11 @@ def test_every_configuration_is_a_part_of_the_package():
 def test_the_configuration_of_a_work_directory_is_one(tmp_path):
     file, config = tmp_path / 'config.json', tiny.experiment()
     write_config(file, records.to_dict(config))
-    assert read(str(file)) == config
+    assert read_config_file(str(file)) == config
     own = dataclasses.replace(config, loss=len)
     write_config(file, records.to_dict(own))
     with pytest.raises(UserError, match='builtins:len'):
-        read(str(file)).loss(None, None)
+        read_config_file(str(file)).loss(None, None)
     for damaged in '[]', '{"format": 3, "data": 3}', '{', '{"format": 3, "batchsize": 3}':
         file.write_text(damaged)
         assert message(file).startswith(f'--config={file}: ')

@@ -10,7 +10,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.data import augmentation
 from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing, normalize
-from vit_jax.training.losses import targets_of
+from vit_jax.training.losses import make_targets
 
 N = 64
 IMAGES = np.random.default_rng(0).integers(0, 256, (N, 6, 7, 3), np.uint8)
@@ -29,7 +29,7 @@ def batch(images=IMAGES, *, epoch=0):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _augmented(batch, index):
-    targets = functools.partial(targets_of, num_classes=5)
+    targets = functools.partial(make_targets, num_classes=5)
     return augmentation.augment(jax.random.key(3), batch, CONFIGS[index], targets_of=targets)
 
 
@@ -128,7 +128,7 @@ def test_an_image_that_could_not_be_read_is_mixed_into_none():
 def test_the_seven_levels_are_those_of_the_paper():
     levels = {
         name: (a.randaugment.layers, a.randaugment.magnitude, a.mixup)
-        for name, a in ((name, augmentation.augreg(name)) for name in augmentation.AUGREG)
+        for name, a in ((name, augmentation.augreg(name)) for name in augmentation.AUGREG_LEVELS)
     }
     assert list(levels) == 'none light1 light2 medium1 medium2 strong1 strong2'.split()
     assert levels['none'] == (0, 0, 0) and levels['light1'] == (2, 0, 0)

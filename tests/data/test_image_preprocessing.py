@@ -120,7 +120,7 @@ def test_numbers_that_are_no_pixels_are_rejected(kind):
 
 
 def test_a_format_whose_package_is_missing_says_what_to_do(monkeypatch):
-    image_decoding.formats_by_ending()  # registers it, where it is installed
+    image_decoding.formats_by_extension()  # registers it, where it is installed
     monkeypatch.delitem(Image.OPEN, 'HEIF', raising=False)
     heic = b'\0\0\0\x18ftypheic' + bytes(16)
     with pytest.raises(ValueError, match='pillow-heif'):
@@ -175,7 +175,7 @@ def test_inception_crops_have_areas_and_aspects_of_their_range_and_lie_anywhere(
         aspects.append(columns * 500 / (rows * 375))
         if rows < 0.8:  # the first pixel lies half a pixel within the cut
             tops.append((cut[0, 0, 0] / 255 - rows / 32) / (1 - rows))
-    # a grey level of 255 is 0.4 %: 2 % of the smallest side
+    # a gray level of 255 is 0.4 %: 2 % of the smallest side
     assert 0.095 < min(shares) < 0.13 and 0.5 < max(shares) < 0.62
     assert 0.72 < min(aspects) < 0.79 and 1.28 < max(aspects) < 1.37
     assert 0.4 < np.mean(tops) < 0.6 and min(tops) < 0.1 and max(tops) > 0.9

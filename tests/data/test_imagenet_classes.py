@@ -17,10 +17,10 @@ def test_classes_are_numbered_in_the_order_of_their_ids():
 def test_a_list_is_known_by_most_of_its_names():
     names = list(imagenet_classes.names())
     own = ['Great White Shark' if i == 2 else f'{i}' if i < 300 else n for i, n in enumerate(names)]
-    assert imagenet_classes.are(names) and imagenet_classes.are(own)
-    assert imagenet_classes.are([name.split(', ')[-1] for name in names])
-    assert not imagenet_classes.are(names[::-1])
-    assert not imagenet_classes.are(names[:999])
+    assert imagenet_classes.match(names) and imagenet_classes.match(own)
+    assert imagenet_classes.match([name.split(', ')[-1] for name in names])
+    assert not imagenet_classes.match(names[::-1])
+    assert not imagenet_classes.match(names[:999])
 
 
 @pytest.mark.parametrize(
@@ -34,4 +34,4 @@ def test_a_list_is_known_by_most_of_its_names():
     ],
 )
 def test_a_name_says_of_which_classes_a_model_is(name, said):
-    assert imagenet_classes.is_said_by(name) == said
+    assert imagenet_classes.is_in_name(name) == said

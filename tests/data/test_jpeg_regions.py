@@ -84,8 +84,8 @@ KINDS = {
     '4:2:0': {'subsampling': 2},
     'progressive': {'progressive': True},
     'with restarts': {'restart_marker_blocks': 3},
-    'grey': {'mode': 'L'},
-    'grey and progressive': {'mode': 'L', 'progressive': True},
+    'gray': {'mode': 'L'},
+    'gray and progressive': {'mode': 'L', 'progressive': True},
     'CMYK': {'mode': 'CMYK'},
     'RGB': {'keep_rgb': True},
     **{f'turned by {k}': {'exif': turned(k)} for k in range(10)},
@@ -110,9 +110,9 @@ def test_crops_are_those_of_the_whole_image_to_the_bit(kind, exif_rotation, size
         assert cut == expected.tobytes()
 
 
-@pytest.mark.parametrize('kind', ['4:2:0', 'progressive', 'grey', 'turned by 6', 'turned by 3'])
+@pytest.mark.parametrize('kind', ['4:2:0', 'progressive', 'gray', 'turned by 6', 'turned by 3'])
 def test_a_fraction_shows_the_same_part(kind, with_decoder):
-    """Of a picture without detail it is the same within two grey levels, at every edge."""
+    """Of a picture without detail it is the same within two gray levels, at every edge."""
     across = np.linspace(0, 255, 643)
     smooth = np.stack(np.broadcast_arrays(across, across[:501, None], 128), axis=-1)
     file, options = io.BytesIO(), KINDS[kind] | {'quality': 98}

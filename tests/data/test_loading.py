@@ -44,7 +44,7 @@ def test_a_network_is_shown_images_as_its_preprocessing_says(rotation):
     source = dataclasses.replace(SOURCE, read=lambda index: (file.getvalue(), 0))
     crop = CentralCrop(scale=1.5)
     preprocessing = Preprocessing(crop=crop, exif_rotation=rotation)
-    shown, _ = loading.reader_for(source, preprocessing, (4, 3)).example(loading.ExampleRef(0))
+    shown, _ = loading.make_reader(source, preprocessing, (4, 3)).example(loading.ExampleRef(0))
     turned = np.rot90(IMAGES[0], -1) if rotation else IMAGES[0]
     np.testing.assert_array_equal(shown, crop(np.ascontiguousarray(turned), (4, 3), None))
 
@@ -59,10 +59,10 @@ def test_batch_n_is_the_same_wherever_the_iteration_begins(crop):
 
 def test_the_order_of_examples_is_the_one_of_all_earlier_runs():
     """Recorded on 2026-11-26: another order would change every run that is resumed."""
-    order = loading.shuffled(10, seed=0)
+    order = loading.shuffled_sampler(10, seed=0)
     drawn = [dataclasses.astuple(order(position)) for position in (0, 1, 9, 10, 11, 19, 29)]
     assert drawn == [(1, 0), (2, 0), (3, 0), (9, 1), (6, 1), (7, 1), (0, 2)]
-    order = loading.shuffled(1_281_167, seed=3)
+    order = loading.shuffled_sampler(1_281_167, seed=3)
     drawn = [order(position).index for position in (0, 1, 2, 1_281_167)]
     assert drawn == [178790, 310391, 232272, 993828]
 
@@ -82,7 +82,7 @@ def test_every_epoch_has_every_example_once_in_another_order():
 
 @pytest.mark.parametrize('count', [1, 2, 4])
 def test_the_global_batch_does_not_depend_on_the_number_of_processes(count):
-    steps, sampler = range(3), loading.shuffled(N, seed=3)
+    steps, sampler = range(3), loading.shuffled_sampler(N, seed=3)
     parts = [
         list(loading.host_batches(loader(), sampler, steps=steps, rows=rows, batch_size=8))
         for rows in np.split(np.arange(8), count)

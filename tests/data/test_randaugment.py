@@ -18,7 +18,7 @@ PHOTO = np.stack(
 
 @functools.partial(jax.jit, static_argnames=('magnitude', 'contrast'))
 def _operate(key, image, operation, *, magnitude, contrast):
-    return augmentation.operate(key, image, operation, magnitude=magnitude, contrast=contrast)
+    return augmentation.apply_op(key, image, operation, magnitude=magnitude, contrast=contrast)
 
 
 def operated(name, magnitude, *, image=PHOTO, key=0, contrast='mean'):
@@ -53,7 +53,7 @@ BY_VALUE = OPERATIONS[:3] + OPERATIONS[4:10]
 @pytest.mark.parametrize('magnitude', [4, 9, 15])
 @pytest.mark.parametrize('name', BY_VALUE)
 def test_values_become_what_pillow_makes_of_them(name, magnitude):
-    # Pillow rounds its tables in float64 and its grey to other thousandths: one level, which
+    # Pillow rounds its tables in float64 and its gray to other thousandths: one level, which
     # `color` multiplies by its factor of at most 2.8.
     tolerance = {'auto_contrast': 1, 'color': 2}.get(name, 0)
     found, expected = operated(name, magnitude).astype(int), pillow(name, magnitude)
@@ -71,7 +71,7 @@ def test_a_quarter_turn_is_a_quarter_turn():
 
 
 @pytest.mark.parametrize('name, axis', [('translate_x', 1), ('translate_y', 0)])
-def test_translation_moves_by_a_part_of_the_side_and_uncovers_grey(name, axis):
+def test_translation_moves_by_a_part_of_the_side_and_uncovers_gray(name, axis):
     # 100 pixels of 224 at magnitude 10: 25 of 40 pixels at magnitude 14
     image = PHOTO if axis == 1 else PHOTO.swapaxes(0, 1)
     forward = np.concatenate([np.full((40, 25, 3), 128), image[:, :15]], axis=1)
@@ -125,7 +125,7 @@ def test_every_operation_is_drawn_and_each_layer_draws_its_own():
     config = RandAugment(layers=1, magnitude=9.0)
     keys = jax.random.split(jax.random.key(1), 300)
     image = jnp.asarray(PHOTO)
-    once = jax.jit(jax.vmap(lambda key: augmentation.randaugment(key, image, config)))(keys)
+    once = jax.jit(jax.vmap(lambda key: augmentation.apply_randaugment(key, image, config)))(keys)
     fixed = {n: operated(n, 9).tobytes() for n in OPERATIONS[:11] if n != 'rotate'}
     seen = [np.asarray(image).tobytes() for image in once]
     for name, expected in fixed.items():
@@ -133,5 +133,5 @@ def test_every_operation_is_drawn_and_each_layer_draws_its_own():
             assert 4 <= seen.count(expected) <= 38, name  # 300 / 16, 4 deviations
     assert not (np.asarray(once) == PHOTO).all(axis=(1, 2, 3)).any()
     twice = RandAugment(layers=2, magnitude=9.0)
-    result = jax.jit(lambda key: augmentation.randaugment(key, image, twice))(keys[0])
+    result = jax.jit(lambda key: augmentation.apply_randaugment(key, image, twice))(keys[0])
     assert (np.asarray(result) != np.asarray(once[0])).any()

@@ -14,10 +14,10 @@ from vit_jax.distributed.meshes import (
     MeshConfig,
     batch_sharding,
     check_batch_size,
+    local_rows,
     make_mesh,
-    rows_here,
 )
-from vit_jax.distributed.sharding_rules import check_split, sharding_report, shardings_for
+from vit_jax.distributed.sharding_rules import require_sharded, sharding_report, shardings_for
 from vit_jax.models import Regularization
 from vit_jax.training.duration import Duration
 
@@ -28,7 +28,7 @@ def trained(mesh: MeshConfig, devices: int, dropout: float):
     """Initial parameters and the losses of some steps on a mesh of some of the eight devices."""
     config = tiny.experiment(
         mesh=mesh,
-        polyak_decay=0.9,
+        ema_decay=0.9,
         total=Duration(steps=STEPS),
         regularization=Regularization(dropout=dropout),
     )
@@ -90,7 +90,7 @@ def test_one_axis_takes_the_devices_that_the_others_leave():
 
 def test_slices_are_spread_over_data_and_over_nothing_else(monkeypatch):
     """The even and the odd devices are a slice each: within data they are not mixed."""
-    monkeypatch.setattr('vit_jax.distributed.meshes.slice_of', lambda device: device.id % 2)
+    monkeypatch.setattr('vit_jax.distributed.meshes.slice_index', lambda device: device.id % 2)
     laid = make_mesh(MeshConfig(fsdp=2)).devices
     assert laid.shape == (4, 2, 1)
     assert [[d.id % 2 for d in row.flat] for row in laid] == [[0, 0], [0, 0], [1, 1], [1, 1]]
@@ -182,7 +182,7 @@ def test_a_rule_of_the_configuration_comes_first_and_is_checked():
 def test_a_state_that_stays_replicated_although_it_should_be_split_is_an_error(config, name):
     mesh = make_mesh(config)
     with pytest.raises(UserError, match=name) if name else contextlib.nullcontext():
-        check_split(STATE, shardings_for(STATE, mesh, config), mesh, config)
+        require_sharded(STATE, shardings_for(STATE, mesh, config), mesh, config)
 
 
 def test_the_report_names_each_split_and_the_bytes_on_a_device():
@@ -203,8 +203,8 @@ def test_a_process_reads_the_rows_of_its_devices(monkeypatch):
     """The devices of a process need not be neighbors, as on the torus of a TPU."""
     devices = [ALL[n] for n in (0, 4, 1, 5, 2, 6, 3, 7)]
     sharding = batch_sharding(make_mesh(MeshConfig(fsdp=2), devices))
-    assert list(rows_here(sharding, 16)) == list(range(16))
+    assert list(local_rows(sharding, 16)) == list(range(16))
     indices = sharding.addressable_devices_indices_map((16,))
     own = {device: index for device, index in indices.items() if device.id < 4}
     monkeypatch.setattr(type(sharding), 'addressable_devices_indices_map', lambda *_: own)
-    assert list(rows_here(sharding, 16)) == [0, 1, 4, 5, 8, 9, 12, 13]
+    assert list(local_rows(sharding, 16)) == [0, 1, 4, 5, 8, 9, 12, 13]

@@ -34,8 +34,8 @@ def listening_addresses(host):
 def test_a_job_within_another_program_is_alone():
     job = Job()
     assert (job.index, job.count) == (0, 1)
-    job.require_same('anything', {'a': 1})
-    assert job.from_process_0('anything', lambda: 'text') == 'text'
+    job.require_equal('anything', {'a': 1})
+    assert job.broadcast_text('anything', lambda: 'text') == 'text'
     assert list(job.tick_each([1, 2, 3])) == [1, 2, 3]
 
 
@@ -81,7 +81,11 @@ def test_a_second_ctrl_c_ends_all_although_one_process_does_not_answer(tmp_path)
     [
         (['hang:5'], [signal.SIGINT], [INTERRUPTED]),
         (['hang:-1:1'], [], [REQUEUE, REQUEUE]),  # before the processes agree
-        (['hang:5:1', 'lock:5:2'], [], [REQUEUE, REQUEUE, 1]),  # 2 keeps the interpreter's lock
+        (
+            ['hang:5:1', 'lock:5:2'],
+            [],
+            [REQUEUE, REQUEUE, 1],
+        ),  # 2 keeps the interpreter's lock
     ],
 )
 def test_a_hang_ends_all_in_bounded_time_with_stacks(faults, signals, expected, tmp_path):

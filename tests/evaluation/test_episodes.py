@@ -6,13 +6,13 @@ import pytest
 from vit_jax.base.errors import UserError
 from vit_jax.evaluation import episodes
 from vit_jax.evaluation.episodes import EpisodesConfig
-from vit_jax.evaluation.probes import Labelled
+from vit_jax.evaluation.probes import Labeled
 
 LABELS = np.repeat([0, 1, 2, 3], [10, 20, 20, 30])
 NAMES = 'abcd'
 RNG = np.random.default_rng(0)
-APART = Labelled(RNG.normal(size=(4, 64))[LABELS] + 0.01 * RNG.normal(size=(80, 64)), LABELS)
-NOISE = Labelled(RNG.normal(size=(80, 9)), LABELS)
+APART = Labeled(RNG.normal(size=(4, 64))[LABELS] + 0.01 * RNG.normal(size=(80, 64)), LABELS)
+NOISE = Labeled(RNG.normal(size=(80, 9)), LABELS)
 
 
 def config(**changes):
@@ -26,7 +26,7 @@ def evaluate(images, **changes):
 
 
 def test_an_episode_has_so_many_of_each_class_and_tests_on_others():
-    for learned, tested in episodes.draw(LABELS, NAMES, config(), shots=2):
+    for learned, tested in episodes.draw_episodes(LABELS, NAMES, config(), shots=2):
         assert not {*learned} & {*tested}
         for images, each in (learned, 2), (tested, 4):
             assert len({*images}) == len(images)
@@ -37,7 +37,7 @@ def test_an_episode_has_so_many_of_each_class_and_tests_on_others():
 
 def test_the_first_episodes_of_many_are_those_of_few_and_a_seed_changes_them():
     def first(**changes):
-        return [*episodes.draw(LABELS, NAMES, config(**changes), shots=2)][:3]
+        return [*episodes.draw_episodes(LABELS, NAMES, config(**changes), shots=2)][:3]
 
     few, many, other = first(episodes=3), first(episodes=50), first(seed=2)
     np.testing.assert_equal(few, many)
@@ -60,7 +60,7 @@ def test_the_centroid_is_that_of_scikit_learn():
     x, labels = 100 + RNG.normal(size=(30, 7)), np.arange(30) % 4
     tested = 100 + RNG.normal(size=(200, 7))
     expected = neighbors.NearestCentroid().fit(x, labels).predict(tested)
-    found = episodes.fit_centroids(Labelled(x, labels)).predict(tested)
+    found = episodes.fit_centroids(Labeled(x, labels)).predict(tested)
     np.testing.assert_array_equal(found, expected)
 
 
@@ -75,7 +75,7 @@ def test_the_ridge_classifier_uses_the_l2_and_the_centroid_does_not():
 
 def test_a_report_has_the_classes_to_draw_from_and_each_number_of_shots():
     task = config(ways=2, shots=(1, 3), episodes=4, classes=('b', 'd'))
-    result = episodes.report(task, episodes.evaluate(APART, NAMES, task))
+    result = episodes.report_episodes(task, episodes.evaluate(APART, NAMES, task))
     assert (result['mean'], result['classes']) == ({'1': 1.0, '3': 1.0}, ['b', 'd'])
     assert len(result['accuracy']['3']) == 4
 

@@ -13,14 +13,14 @@ from tests import tiny
 from vit_jax.base import UserError
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.image_preprocessing import Preprocessing
-from vit_jax.data.loading import reader_for
+from vit_jax.data.loading import make_reader
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.evaluation import evaluator, features, head
 from vit_jax.evaluation.evaluator import batches_on_all_devices, make_evaluator
 from vit_jax.experiment import training_run
 from vit_jax.training.duration import Duration
-from vit_jax.training.losses import summed
+from vit_jax.training.losses import sum_examples
 
 VALUES = np.arange(1, 51, dtype=np.uint8)  # the pixels of each image
 IMAGES = np.broadcast_to(VALUES[:, None, None], (50, 8, 8))
@@ -28,13 +28,13 @@ SOURCE = array_source(IMAGES, np.arange(50) % 3, 'abc', name='data')
 
 
 def reader_of(source, **options):
-    return reader_for(source, Preprocessing(), (8, 8), **options)
+    return make_reader(source, Preprocessing(), (8, 8), **options)
 
 
 def pixel_sums(params, batch):
     pixels = batch['images'][:, 0, 0, 0].astype(jnp.float32)
     values = {'pixel': params['scale'] * pixels, 'label': batch['labels'].astype(jnp.float32)}
-    return summed(values, batch['mask'], {'pixels': pixels})
+    return sum_examples(values, batch['mask'], {'pixels': pixels})
 
 
 def with_unreadable(source, *broken):
@@ -49,9 +49,9 @@ def with_unreadable(source, *broken):
 def with_loads(reader, change):
     """An evaluator of `pixel_sums` whose loader changes what it has loaded."""
     batches = batches_on_all_devices(reader, 8)
-    loader = batches.loader_of(reader)
+    loader = batches.make_loader(reader)
     changed = dataclasses.replace(loader, load=lambda refs: change(loader.load(refs)))
-    return make_evaluator(pixel_sums, batches._replace(loader_of=lambda _: changed))
+    return make_evaluator(pixel_sums, batches._replace(make_loader=lambda _: changed))
 
 
 @pytest.mark.parametrize('count', [1, 7, 50])
@@ -130,7 +130,7 @@ def test_training_and_evaluate_report_what_the_logits_give(tmp_path):
     reported = training_run.train(config, str(tmp_path / 'run')).evals
     trained = vit_jax.load(tmp_path / 'run')
     source = opened('digits', 'test[:50]')
-    logits = trained.logits(np.stack([trained.prepare(source.read(i)[0]) for i in range(50)]))
+    logits = trained.logits(np.stack([trained.preprocess(source.read(i)[0]) for i in range(50)]))
     targets = {'own': np.eye(10)[labels[:50]]}
     targets['real'] = np.eye(10)[labels[:50]] + np.eye(10)[(labels[:50] + 1) % 10]
     for name, right in targets.items():
@@ -140,8 +140,8 @@ def test_training_and_evaluate_report_what_the_logits_give(tmp_path):
             'loss': -(shares * log_softmax(logits)).sum(axis=1).mean(),
         }
         path = None if name == 'own' else str(tmp_path / 'real.json')
-        reader = head.reader_for(trained, opened('digits', 'test[:50]', path))
-        measured = head.evaluate_head(trained, reader, batch_size=16, relabelled=name == 'real')
+        reader = head.make_model_reader(trained, opened('digits', 'test[:50]', path))
+        measured = head.evaluate_head(trained, reader, batch_size=16, relabeled=name == 'real')
         for means in reported[name], measured.means:
             assert means['accuracy'] == pytest.approx(expected['accuracy'])
             assert means['loss'] == pytest.approx(expected['loss'], rel=1e-6)
@@ -151,20 +151,20 @@ def test_training_and_evaluate_report_what_the_logits_give(tmp_path):
 
 def test_features_are_those_of_the_model_and_nan_if_unreadable():
     network = vit_jax.load('tests/reference/families/siglip_hf_linear', image_size=(8, 8))
-    reader = reader_for(
+    reader = make_reader(
         with_unreadable(SOURCE, 9), network.preprocessing, (8, 8), on_unreadable='skip'
     )
     extract = features.make_feature_evaluator(
         network.model, network.preprocessing, batches_on_all_devices(reader, 8), exact=True
     )
     indices = np.array([4, 9, 2])
-    found = features.features_by(extract, network.params)(reader, indices)
-    images = np.stack([network.prepare(SOURCE.read(i)[0]) for i in (4, 2)])
+    found = features.make_feature_function(extract, network.params)(reader, indices)
+    images = np.stack([network.preprocess(SOURCE.read(i)[0]) for i in (4, 2)])
     np.testing.assert_allclose(found[[0, 2]], network.features(images), rtol=1e-5, atol=1e-5)
     assert np.isnan(found[1]).all()
     broken = jax.tree.map(lambda leaf: np.full_like(leaf, np.inf), network.params)
     with pytest.raises(UserError, match=r'data\[4\]'):
-        features.features_by(extract, broken)(reader, indices)
+        features.make_feature_function(extract, broken)(reader, indices)
 
 
 def test_average_precision_is_the_mean_precision_at_each_hit():

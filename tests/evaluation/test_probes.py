@@ -6,30 +6,30 @@ from sklearn.neighbors import KNeighborsClassifier
 
 from vit_jax.base.errors import UserError
 from vit_jax.evaluation import probes
-from vit_jax.evaluation.probes import Labelled, LogisticConfig
+from vit_jax.evaluation.probes import Labeled, LogisticConfig
 
 X, Y = make_classification(
     900, 12, n_informative=6, n_classes=4, n_clusters_per_class=1, flip_y=0.1, random_state=0
 )
-X, Y = (3 * X + np.arange(12)).astype(np.float32), 2 * Y + 1  # neither standardised nor 0 to 3
-TRAIN, TEST = Labelled(X[:600], Y[:600]), Labelled(X[600:], Y[600:])
+X, Y = (3 * X + np.arange(12)).astype(np.float32), 2 * Y + 1  # neither standardized nor 0 to 3
+TRAIN, TEST = Labeled(X[:600], Y[:600]), Labeled(X[600:], Y[600:])
 
 
-@pytest.mark.parametrize('neighbours', [1, 7, 20])
-def test_neighbours_vote_as_scikit_learns_do(neighbours):
+@pytest.mark.parametrize('neighbors', [1, 7, 20])
+def test_neighbors_vote_as_scikit_learns_do(neighbors):
     reference = KNeighborsClassifier(
-        neighbours, metric='cosine', weights=lambda far: np.exp(-far / probes.TEMPERATURE)
+        neighbors, metric='cosine', weights=lambda far: np.exp(-far / probes.TEMPERATURE)
     ).fit(*TRAIN)
-    found = probes.nearest_neighbours(TRAIN, TEST, neighbours=neighbours)
+    found = probes.evaluate_knn(TRAIN, TEST, neighbors=neighbors)
     assert found == reference.score(*TEST) and 0.5 < found < 1
 
 
-def test_an_image_is_its_own_neighbour_at_any_length():
+def test_an_image_is_its_own_neighbor_at_any_length():
     longer = TRAIN._replace(features=5 * TRAIN.features)
-    assert probes.nearest_neighbours(TRAIN, longer, neighbours=1) == 1.0
-    for neighbours in 0, 601:
-        with pytest.raises(UserError, match=f'neighbours={neighbours}'):
-            probes.nearest_neighbours(TRAIN, TEST, neighbours=neighbours)
+    assert probes.evaluate_knn(TRAIN, longer, neighbors=1) == 1.0
+    for neighbors in 0, 601:
+        with pytest.raises(UserError, match=f'neighbors={neighbors}'):
+            probes.evaluate_knn(TRAIN, TEST, neighbors=neighbors)
 
 
 def test_logistic_weights_are_scikit_learns():
@@ -52,29 +52,31 @@ def test_logistic_weights_are_scikit_learns():
     bias = weights[-1] - weights[-1].mean()  # softmax knows differences only
     np.testing.assert_allclose(bias, reference.intercept_ - reference.intercept_.mean(), atol=2e-3)
     test = (TEST.features - TRAIN.features.mean(axis=0)) / TRAIN.features.std(axis=0)
-    found = probes.logistic(TRAIN, TEST, config)
+    found = probes.evaluate_logistic(TRAIN, TEST, config)
     assert found.accuracy == pytest.approx(reference.score(test, TEST.labels), abs=1 / 300)
 
 
 @pytest.mark.full
 def test_the_strength_is_chosen_on_a_part_of_the_training_images():
-    """Many useless features: only strong regularisation generalises."""
+    """Many useless features: only strong regularization generalizes."""
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 1200)
     features = rng.normal(size=(1200, 300)).astype(np.float32)
     features[:, 0] += 2 * labels
-    data = Labelled(features[:600], labels[:600]), Labelled(features[600:], labels[600:])
-    chosen = probes.logistic(*data, LogisticConfig(l2=(1e-2, 300.0), validation_fraction=0.3))
+    data = Labeled(features[:600], labels[:600]), Labeled(features[600:], labels[600:])
+    chosen = probes.evaluate_logistic(
+        *data, LogisticConfig(l2=(1e-2, 300.0), validation_fraction=0.3)
+    )
     assert chosen.l2 == 300.0 and chosen.converged
-    weak = probes.logistic(*data, LogisticConfig(l2=(1e-2,)))
+    weak = probes.evaluate_logistic(*data, LogisticConfig(l2=(1e-2,)))
     assert chosen.accuracy > weak.accuracy
-    assert chosen == probes.logistic(*data, LogisticConfig(l2=(300.0,)))
+    assert chosen == probes.evaluate_logistic(*data, LogisticConfig(l2=(300.0,)))
 
 
 @pytest.mark.full
 def test_a_fit_that_was_stopped_says_so():
     config = LogisticConfig(l2=(1.0,), max_iterations=3, tolerance=1e-9)
-    found = probes.logistic(TRAIN, TEST, config)
+    found = probes.evaluate_logistic(TRAIN, TEST, config)
     assert found.iterations == 3 and not found.converged
 
 
@@ -82,9 +84,9 @@ def test_a_class_that_was_never_seen_is_never_right():
     labels = TEST.labels.copy()
     labels[:30] = 99
     config = LogisticConfig(l2=(1.0,))
-    known = Labelled(TEST.features[30:], TEST.labels[30:])
-    known = probes.logistic(TRAIN, known, config).accuracy
-    found = probes.logistic(TRAIN, TEST._replace(labels=labels), config).accuracy
+    known = Labeled(TEST.features[30:], TEST.labels[30:])
+    known = probes.evaluate_logistic(TRAIN, known, config).accuracy
+    found = probes.evaluate_logistic(TRAIN, TEST._replace(labels=labels), config).accuracy
     assert found == pytest.approx(known * 270 / 300)
 
 

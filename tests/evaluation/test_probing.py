@@ -27,7 +27,7 @@ def make_reader(source):
     return ImageReader(source, Preprocessing().crop, (8, 8), exif_rotation=False)
 
 
-def labelled(images, labels, name='data'):
+def labeled(images, labels, name='data'):
     return dataclasses.replace(array_source(images, labels, 'abc', name=name), data=name)
 
 
@@ -53,18 +53,18 @@ def test_every_set_has_its_result_and_one_that_is_missing_is_named(tmp_path, cap
     vit_jax.save(networks.loaded(tiny.model()), tmp_path / 'x.npz')
     config = tiny.experiment(model=None, total=None, start_from=str(tmp_path / 'x.npz'))
     config.fewshot = FewshotConfig(
-        sets=sets, shots=(2,), neighbours=5, logistic=LOGISTIC, episodes=EPISODES
+        sets=sets, shots=(2,), neighbors=5, logistic=LOGISTIC, episodes=EPISODES
     )
     result, path = probing_run.probe(config, str(tmp_path / 'run'))
     assert json.loads(path.read_text()) == json.loads(json.dumps(result))
     assert result['sets']['first']['test_images'] == 50
     assert result['missing'].keys() == {'gone'} and caplog.text.count('gone') == 1
     kinds = '2_shot', '5_way_1_shot', 'knn', 'logistic'
-    numbers = probing.numbers(result)
+    numbers = probing.name_accuracies(result)
     assert {*numbers} == {f'{name}/{k}_accuracy' for name in ('first', 'second') for k in kinds}
-    nearest = result['sets']['first']['nearest_neighbours']
+    nearest = result['sets']['first']['knn']
     assert numbers['first/knn_accuracy'] == nearest['accuracy']
-    assert ', 5-way 1-shot ' in probing.summary(result)
+    assert ', 5-way 1-shot ' in probing.summarize(result)
     config.fewshot.sets = {'gone': sets['gone']}
     with pytest.raises(FileNotFoundError, match='/no/where'):
         probing_run.probe(config, str(tmp_path / 'gone'))
@@ -78,8 +78,8 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_named():
     result = evaluate(source, shots=(1, 9, 10, 25), l2=(1.0, 1024.0))
     found = result['sets']['data']
     assert list(found['mean']) == ['1', '9'] and {*found['l2_chosen'].values()} <= {1.0, 1024.0}
-    assert re.search("'few' .* 9 .* 10-shot, 25-shot", probing.summary(result))
-    assert {*probing.numbers(result)} == {'1_shot_accuracy', '9_shot_accuracy'}
+    assert re.search("'few' .* 9 .* 10-shot, 25-shot", probing.summarize(result))
+    assert {*probing.name_accuracies(result)} == {'1_shot_accuracy', '9_shot_accuracy'}
     (found,) = evaluate(source, shots=(12, 10))['sets'].values()
     assert [*found['mean']] == ['10'] and '10-shot' in found['notes'][0]
 
@@ -90,7 +90,7 @@ IMAGES, LABELS = RNG.integers(0, 256, (60, 8, 8), np.uint8), np.repeat([0, 1, 2]
 
 @pytest.mark.full
 def test_options_reach_the_probes_and_a_fit_that_was_stopped_is_noted():
-    source, drawn = labelled(IMAGES, LABELS), dataclasses.replace(EPISODES, classifier='ridge')
+    source, drawn = labeled(IMAGES, LABELS), dataclasses.replace(EPISODES, classifier='ridge')
     drawn = dataclasses.replace(drawn, ways=3, shots=(5,))
     found = [
         evaluate(source, shots=(1,), l2=l2, episodes=drawn)['sets']['data']['episodes']['accuracy']
@@ -106,17 +106,17 @@ def test_options_reach_the_probes_and_a_fit_that_was_stopped_is_noted():
 @pytest.mark.full
 def test_images_that_cannot_be_read_are_left_out_of_all_probes():
     broken, whole = [3, 40], np.delete(np.arange(60), [3, 40])
-    source, rest = (labelled(IMAGES[i], LABELS[i]) for i in (np.arange(60), whole))
+    source, rest = (labeled(IMAGES[i], LABELS[i]) for i in (np.arange(60), whole))
 
     def features_of(reader, indices):
         features = pixels_of(reader, indices)
         features[np.isin(indices, broken) & (len(reader.source) == 60)] = np.nan
         return features
 
-    options = {'neighbours': 5, 'logistic': LOGISTIC, 'shots': (1000,)}
+    options = {'neighbors': 5, 'logistic': LOGISTIC, 'shots': (1000,)}
     (found,) = evaluate(source, features_of, **options)['sets'].values()
     (expected,) = evaluate(rest, **options)['sets'].values()
-    for part in 'test_images', 'nearest_neighbours', 'logistic', 'mean':
+    for part in 'test_images', 'knn', 'logistic', 'mean':
         assert found[part] == expected[part]
     assert [note.split()[:3] for note in found['notes'][:2]] == [['2', 'of', '60']] * 2
     (drawn,) = found['train_images'].values()
@@ -133,16 +133,16 @@ def test_features_are_kept_for_the_same_model_preparation_and_images(tmp_path):
     def is_computed(source, digest='model', **changes):
         reader = dataclasses.replace(make_reader(source), **changes)
         computed.clear()
-        found = features.cached(features_of, tmp_path, digest)(reader, np.array([5, 2]))
+        found = features.cache(features_of, tmp_path, digest)(reader, np.array([5, 2]))
         np.testing.assert_array_equal(found, pixels_of(reader, [5, 2]))
         return bool(computed)
 
-    source, other = labelled(IMAGES, LABELS), IMAGES.copy()
+    source, other = labeled(IMAGES, LABELS), IMAGES.copy()
     other[7] ^= 1
     for changes in (
         {'source': source},
-        {'source': labelled(other, LABELS)},
-        {'source': labelled(IMAGES, LABELS[::-1].copy())},
+        {'source': labeled(other, LABELS)},
+        {'source': labeled(IMAGES, LABELS[::-1].copy())},
         {'source': source, 'digest': 'another'},
         {'source': source, 'crop': CentralCrop()},
         {'source': source, 'size': (8, 16)},
@@ -158,6 +158,6 @@ def test_features_are_kept_for_the_same_model_preparation_and_images(tmp_path):
 
 
 def test_probes_need_one_class_an_image():
-    several = labelled(IMAGES[:3], np.eye(3, dtype=int))
+    several = labeled(IMAGES[:3], np.eye(3, dtype=int))
     with pytest.raises(UserError, match='data'):
         probing.open_probes(FewshotConfig(), 'data', lambda data, split: several, make_reader)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from vit_jax.evaluation import ridge
-from vit_jax.evaluation.probes import Labelled
+from vit_jax.evaluation.probes import Labeled
 
 RNG = np.random.default_rng(0)
 
@@ -30,7 +30,7 @@ def test_draws_are_nested_distinct_and_balanced():
 def test_the_classifier_is_the_minimum_whichever_matrix_is_decomposed(images, l2):
     """Of the problem as the protocol states it, with the constant feature of 100."""
     x, labels = 50 + RNG.normal(size=(images, 30)), RNG.permutation(np.arange(images) % 4)
-    found = ridge.fit(Labelled(x, 7 * labels), l2=l2)
+    found = ridge.fit(Labeled(x, 7 * labels), l2=l2)
     assert found.classes.tolist() == [0, 7, 14, 21]
     scale = x.std(axis=0) + 1e-5
     x = with_constant((x - x.mean(axis=0)) / scale)
@@ -53,17 +53,17 @@ def test_of_several_strengths_the_one_of_least_generalized_cross_validation_is_t
         residual = targets - full @ (inverse @ (full.T @ targets))
         trace = images - np.einsum('ij,jk,ik->', full, inverse, full)
         errors.append((residual**2).sum() / trace**2)
-    found = ridge.fit(Labelled(x, labels), l2=strengths)
+    found = ridge.fit(Labeled(x, labels), l2=strengths)
     assert found.l2 == strengths[int(np.argmin(errors))]
-    alone = ridge.fit(Labelled(x, labels), l2=found.l2)
+    alone = ridge.fit(Labeled(x, labels), l2=found.l2)
     np.testing.assert_allclose(found.weights, alone.weights, rtol=1e-6, atol=1e-12)
     np.testing.assert_array_equal(found.bias, alone.bias)
 
 
-def test_the_bias_is_hardly_regularised():
+def test_the_bias_is_hardly_regularized():
     """50 images that look the same: the prediction is the mean target, shrunk by 0.2 %."""
     labels = np.arange(50) % 5 // 4  # one in five
-    found = ridge.fit(Labelled(np.ones((50, 3)), labels), l2=1024.0)
+    found = ridge.fit(Labeled(np.ones((50, 3)), labels), l2=1024.0)
     np.testing.assert_allclose(found.bias, np.array([0.6, -0.6]) * 50e4 / (50e4 + 1024))
     assert not found.weights.any()
 
@@ -72,7 +72,7 @@ def test_the_bias_is_hardly_regularised():
 def test_where_features_lie_changes_nothing_however_small_the_l2(images):
     labels = np.arange(images) % 3
     x = np.round(RNG.normal(size=(images, 30)), 4)
-    there, far = (ridge.fit(Labelled(at + x, labels), l2=1e-9) for at in (0, 1e4))
+    there, far = (ridge.fit(Labeled(at + x, labels), l2=1e-9) for at in (0, 1e4))
     # At 1e4 features are rounded to 1e-12; 1e4 times that for what the small matrix makes of it.
     np.testing.assert_allclose(far.weights, there.weights, atol=1e-8 * abs(there.weights).max())
 
@@ -81,33 +81,33 @@ def test_features_far_from_zero_are_scored_by_what_differs():
     """What differs is a hundred thousandth of what they have in common."""
     labels = np.arange(40) % 2
     features = (1000 + 0.01 * labels[:, None] * np.ones((40, 6))).astype(np.float32)
-    data = Labelled(features, labels)
+    data = Labeled(features, labels)
     assert ridge.accuracy(data, data, l2=1.0) == 1.0
 
 
 @pytest.mark.parametrize('images', [12, 60])
 def test_a_strength_below_all_rounding_is_solved_as_well(images):
     labels = np.arange(images) % 3
-    data = Labelled(np.repeat(RNG.normal(size=(images, 1)), 30, axis=1), labels)  # rank one
+    data = Labeled(np.repeat(RNG.normal(size=(images, 1)), 30, axis=1), labels)  # rank one
     assert np.isfinite(ridge.fit(data, l2=1e-300).weights).all()
 
 
 def test_features_are_computed_only_for_images_that_some_draw_uses():
     labels, features = RNG.integers(0, 5, 400), RNG.normal(size=(400, 8))
-    test = Labelled(RNG.normal(size=(50, 8)), RNG.integers(0, 5, 50))
+    test = Labeled(RNG.normal(size=(50, 8)), RNG.integers(0, 5, 50))
     asked = []
 
     def features_of(indices):
         asked.extend(indices.tolist())
         return features[indices]
 
-    found, draws, taken = ridge.probe(
+    found, draws, taken = ridge.few_shot(
         labels, test, features_of=features_of, shots=(1, 3), seeds=(0, 1), l2=10.0
     )
     assert set(taken.values()) == {10.0} and taken.keys() == draws.keys()
     assert len(asked) == len(set(asked)) <= 3 * 5 * 2
     assert set(asked) == set(np.concatenate(list(draws.values())).tolist())
     assert found == {
-        drawn: ridge.accuracy(Labelled(features[indices], labels[indices]), test, l2=10.0)
+        drawn: ridge.accuracy(Labeled(features[indices], labels[indices]), test, l2=10.0)
         for drawn, indices in draws.items()
     }

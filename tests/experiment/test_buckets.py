@@ -127,11 +127,11 @@ def test_a_second_run_is_rejected_and_sigterm_saves_and_releases(bucket, whole, 
 def test_a_run_that_lost_its_lease_ends_with_a_sentence_and_leaves_it_alone(bucket, tmp_path):
     with training(tmp_path, faults='slow:200') as (host,):
         host.wait_for_text('step 5/')
-        (storage.folder(STORE) / 'run/.lock').write_text('process 1 on another\n')
+        (storage.resolve_folder(STORE) / 'run/.lock').write_text('process 1 on another\n')
         assert host.wait(60) == 1
     assert host.text.splitlines()[-1].startswith(f'error: workdir {STORE}/run ')
     assert bucket.text('of/run/.lock') == 'process 1 on another\n' and 'Traceback' not in host.text
-    assert digests.steps(storage.folder(STORE) / 'run/checkpoints') == []
+    assert digests.list_steps(storage.resolve_folder(STORE) / 'run/checkpoints') == []
 
 
 def test_a_bucket_that_cannot_be_written_is_rejected_before_anything_is_compiled(bucket, tmp_path):

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from tests import tiny
 from vit_jax.base import records
 from vit_jax.config import EvalConfig
-from vit_jax.experiment.build import build_experiment, choose_compute
-from vit_jax.models import Compute, parameter_count, variant
+from vit_jax.experiment.build import build_experiment, resolve_compute_on_mesh
+from vit_jax.models import Compute, count_params, variant
 from vit_jax.training.optimizer import OptimizerConfig
 
 MODEL = variant('Ti/16', num_classes=1000)
@@ -24,7 +24,7 @@ def choice(memory, optimizer='adamw', *, fsdp=1, **changes):
     mesh = mock.Mock(spec=Mesh, local_devices=[device])
     mesh.shape = {'data': 8 // fsdp, 'fsdp': fsdp, 'tensor': 1}
     values = {'optimizer': OptimizerConfig(kind=optimizer), 'batch_size': 512} | changes
-    return choose_compute(tiny.experiment(**values), MODEL, mesh, planned=False)
+    return resolve_compute_on_mesh(tiny.experiment(**values), MODEL, mesh, planned=False)
 
 
 def suffices(memory, *arguments, **changes):
@@ -35,13 +35,13 @@ def suffices(memory, *arguments, **changes):
 @pytest.mark.full
 def test_a_device_needs_memory_for_all_that_an_optimizer_keeps():
     """AdamW has two moments of each parameter, momentum one; an average and a sum are others."""
-    array = 4 * parameter_count(MODEL)
+    array = 4 * count_params(MODEL)
     least = bisect.bisect_left(range(2**36), True, key=lambda memory: suffices(memory, 'sgd'))
     activations = least - 3 * array  # parameters, gradient, momentum
     for needed, optimizer, changes in [
         (4 * array + activations, 'adamw', {}),
         (3 * array + activations, 'adafactor', {}),
-        (4 * array + activations, 'sgd', {'polyak_decay': 0.999}),
+        (4 * array + activations, 'sgd', {'ema_decay': 0.999}),
         (4 * array // 8 + activations, 'adamw', {'fsdp': 8}),
         (4 * array + activations // 2 + 1, 'sgd', {'accumulation_steps': 2}),
     ]:
@@ -55,6 +55,6 @@ def test_nothing_changes_a_configuration_after_the_experiment_is_built():
     experiment = build_experiment(config, dtype='bfloat16')
     assert records.to_dict(config) == records.to_dict(experiment.config) == before
     assert experiment.compute.dtype == 'bfloat16'
-    assert experiment.recorded_config()['compute']['dtype'] == 'bfloat16'
+    assert experiment.export_config()['compute']['dtype'] == 'bfloat16'
     config.seed, config.model.depth, config.evals['more'] = 7, 1, EvalConfig()
     assert records.to_dict(experiment.config) == before

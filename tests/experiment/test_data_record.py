@@ -20,14 +20,14 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
-from vit_jax.experiment import data_record, lineage
-from vit_jax.experiment.data_record import SplitRecord
+from vit_jax.experiment import data_manifest, lineage
+from vit_jax.experiment.data_manifest import SplitManifest
 from vit_jax.experiment.workdirs import Workdir
 
 NAMES = [f'{i}.jpg' for i in range(60)]
 LABELS = ['ant', 'bee', 'cat'] * 20
 SIZES = list(range(1000, 1060))
-RECORD = SplitRecord(['ant', 'bee', 'cat'], NAMES, LABELS, SIZES)
+RECORD = SplitManifest(['ant', 'bee', 'cat'], NAMES, LABELS, SIZES)
 
 
 def changed(index, **values):
@@ -77,7 +77,7 @@ CHANGES = {
 @pytest.mark.parametrize('change', CHANGES)
 def test_every_kind_of_difference_is_counted_with_examples(change):
     new, lines = CHANGES[change]
-    assert data_record.describe_differences(RECORD, new) == lines
+    assert data_manifest.describe_differences(RECORD, new) == lines
 
 
 @pytest.fixture
@@ -103,13 +103,13 @@ def sources_of(data, **changes):
     for one in config.evaluations.values():
         evals.append(reader(opened(one.data or config.data, one.split, one.labels)))
     probes = config.fewshot and probing.open_probes(config.fewshot, config.data, opened, reader)
-    return data_record.find_sources(train, evals, probes)
+    return data_manifest.name_sources(train, evals, probes)
 
 
 def start(folder, sources, *, accept=False, job=None):
     """Starts a run and ends it, with a checkpoint."""
     folder.mkdir(exist_ok=True)
-    compared = data_record.compare_data(Workdir(folder), sources, job or Job(), accept=accept)
+    compared = data_manifest.compare_data(Workdir(folder), sources, job or Job(), accept=accept)
     with compared as check:
         check(60.0)
     (folder / 'checkpoints' / '5').mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def rejected(folder, sources, *texts, accept=False):
 def test_images_that_change_are_rejected_by_name_or_accepted_once(photos, tmp_path, caplog):
     folder = tmp_path / 'run'
     start(folder, sources_of(photos))
-    before = (folder / 'data.json.gz').read_bytes()
+    before = (folder / 'data_manifest.json.gz').read_bytes()
     start(folder, sources_of(photos))
     (photos / 'train/cat/new.jpg').write_bytes(b'new')
     (photos / 'train/dog/3.jpg').unlink()
@@ -137,7 +137,7 @@ def test_images_that_change_are_rejected_by_name_or_accepted_once(photos, tmp_pa
         "test: 1 removed image: 'test/cat/1.jpg' (cat); 1 added image: 'test/dog/7.jpg' (dog)",
     )
     rejected(folder, sources_of(photos), *lines)
-    assert (folder / 'data.json.gz').read_bytes() == before and not caplog.text
+    assert (folder / 'data_manifest.json.gz').read_bytes() == before and not caplog.text
     start(folder, sources_of(photos), accept=True)
     assert all(line in caplog.text for line in lines)
     caplog.clear()
@@ -191,7 +191,7 @@ def test_a_missing_or_damaged_record_is_warned_of_and_written_again(
     photos, tmp_path, caplog, kept_bytes
 ):
     start(tmp_path, sources_of(photos))
-    path = tmp_path / 'data.json.gz'
+    path = tmp_path / 'data_manifest.json.gz'
     damaged = path.read_bytes()[:kept_bytes]
     path.unlink() if kept_bytes is None else path.write_bytes(damaged)
     start(tmp_path, sources_of(photos))
@@ -211,14 +211,14 @@ def test_another_number_of_classes_cannot_be_accepted(photos, tmp_path):
 
 
 def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(data_record, 'LOOKS', 4)
+    monkeypatch.setattr(data_manifest, 'MAX_EAGER_SIZES', 4)
     for i in range(1100):  # they are read in blocks of 1024
         (photos / f'train/cat/more{i}.jpg').write_bytes(b'x')
     folder = tmp_path / 'run'
     start(folder, sources_of(photos))
     names = sources_of(photos)['trained on train'].read_names(range(1100))
     pathlib.Path(names[1090]).write_bytes(b'of another size')
-    compared = data_record.compare_data(Workdir(folder), sources_of(photos), Job())
+    compared = data_manifest.compare_data(Workdir(folder), sources_of(photos), Job())
     with compared as check, pytest.raises(UserError, match=names[1090].rpartition('/')[2]):
         check(60.0)
     pathlib.Path(names[3]).write_bytes(b'of another size')
@@ -232,7 +232,7 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
     sources, never = sources_of(photos), threading.Event()
     trained = sources['trained on train']
     start(tmp_path, sources)
-    monkeypatch.setattr(data_record, 'LOOKS', 4)
+    monkeypatch.setattr(data_manifest, 'MAX_EAGER_SIZES', 4)
 
     def size_of(index):
         if index >= 4:
@@ -240,9 +240,9 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
         return trained.size_of(index)
 
     slow = sources | {'trained on train': dataclasses.replace(trained, size_of=size_of)}
-    with data_record.compare_data(Workdir(tmp_path), slow, Job()):
+    with data_manifest.compare_data(Workdir(tmp_path), slow, Job()):
         pass
-    kept = data_record.read_record(tmp_path / 'data.json.gz')
+    kept = data_manifest.read_record(tmp_path / 'data_manifest.json.gz')
     assert len(kept['trained on train'].sizes) == 16
 
 
@@ -255,7 +255,7 @@ class TwoHosts(Job):
         super().__init__()
         self.count, self.index = 2, index
 
-    def require_same(self, name, facts, describe=None):
+    def require_equal(self, name, facts, describe=None):
         if self.index == 0:
             self.facts[name] = json.dumps(facts)
         elif lines := describe(json.loads(self.facts[name])):
@@ -298,7 +298,7 @@ def trained(data, folder, *, accept=False, **changes):
 
 def counted(folder, data, split):
     run = lineage.find_source_run(str(folder))
-    return len(run.find_trained(make_opener(run.held_out)(str(data), split)))
+    return len(run.find_training_images(make_opener(run.held_out)(str(data), split)))
 
 
 def test_trained_images_are_found_also_after_the_folder_moved(data, tmp_path):
@@ -337,9 +337,9 @@ def test_what_an_earlier_start_or_run_was_trained_on_stays_known(data, tmp_path)
 def test_a_record_that_lacks_sizes_is_a_gap_beside_a_whole_one(data, tmp_path, monkeypatch):
     run = trained(data, tmp_path / 'run')
     assert not lineage.find_source_run(str(run)).gaps
-    splits = data_record.read_record(run / 'data.json.gz')
-    (name,) = (name for name in splits if name.startswith(data_record.TRAINED))
+    splits = data_manifest.read_record(run / 'data_manifest.json.gz')
+    (name,) = (name for name in splits if name.startswith(data_manifest.TRAINED_PREFIX))
     splits = {name: splits[name]._replace(sizes=[10]), f'{name} until step 5': splits[name]}
-    monkeypatch.setattr(lineage, 'read_record', lambda _: splits)
+    monkeypatch.setattr(lineage, 'read_manifest', lambda _: splits)
     (gap,) = lineage.find_source_run(str(run)).gaps
     assert 'incomplete' in gap

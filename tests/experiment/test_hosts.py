@@ -16,7 +16,7 @@ from tests.hosts import hosts, result
 from vit_jax.checkpoints import digests
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import REQUEUE
-from vit_jax.experiment.reporter import read_ledger
+from vit_jax.experiment.reporter import read_events
 
 CONFIG = ('--config=tests/tiny_config.py',)
 
@@ -27,7 +27,7 @@ def training(folder, faults='slow:0', count=1, flags=(), **more):
 
 
 def steps(folder):
-    return sorted(digests.steps(folder / 'run/checkpoints'))
+    return sorted(digests.list_steps(folder / 'run/checkpoints'))
 
 
 @pytest.fixture(scope='module')
@@ -80,7 +80,7 @@ def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, wh
         else:
             stopped = steps(tmp_path)[-1]
             assert max(before, default=-1) < stopped < 55  # at once, and not at the end
-            lines = read_ledger(tmp_path / 'run/ledger.jsonl')
+            lines = read_events(tmp_path / 'run/events.jsonl')
             assert lines[-1]['step'] == stopped  # nothing was done after it
     with training(tmp_path, count=count, flags=['--accept_config_changes']) as started:
         assert [host.wait() for host in started] == [0] * count
@@ -134,7 +134,7 @@ def test_an_evaluation_of_two_processes_counts_every_image_once(tmp_path):
         assert [host.wait() for host in started] == [0, 0]
     found = {line['kind']: line for line in result(tmp_path)[1]}
     vit, test = vit_jax.load(str(tmp_path / 'run')), make_opener()('digits', 'test')
-    images = np.stack([vit.prepare(test.read(index)[0]) for index in range(max(COUNTS))])
+    images = np.stack([vit.preprocess(test.read(index)[0]) for index in range(max(COUNTS))])
     right = vit.logits(images).argmax(-1) == test.labels
     for n in COUNTS:
         line = found[f'first{n}']

@@ -18,7 +18,7 @@ from vit_jax.experiment import training_run
 def restored(folder):
     """The step from which a run in this folder would go on, whole; 0: it would begin anew."""
     assert store.quarantine_damaged(folder) == []
-    step = max(digests.steps(folder / 'checkpoints'), default=0)
+    step = max(digests.list_steps(folder / 'checkpoints'), default=0)
     if step:
         store.load_params(str(folder))
     return step

@@ -103,7 +103,7 @@ def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch):
     network = loaded(tiny.model(num_classes=10))
     vit_jax.save(network, config.start_from, 'vit_jax')
     source = make_opener()('digits', 'test[:20]')
-    reader = head.reader_for(network, source, max_pixels=10**6)
+    reader = head.make_model_reader(network, source, max_pixels=10**6)
     seen = []
 
     def attend(*args, **options):

@@ -66,7 +66,7 @@ def test_a_profiler_that_runs_already_goes_on_and_costs_no_training(tmp_path, ca
 
 
 def test_a_profile_of_a_run_on_a_bucket_is_in_its_work_directory(bucket):
-    folder, batches = storage.folder('gs://bucket/of/run/profile'), [{}, {}, {}]
+    folder, batches = storage.resolve_folder('gs://bucket/of/run/profile'), [{}, {}, {}]
     profiled = training_run.profile_steps(
         iter(batches), range(3), range(1, 2), folder, Console(quiet=True)
     )

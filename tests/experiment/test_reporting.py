@@ -11,15 +11,15 @@ import re
 import pytest
 
 from tests import tiny
-from vit_jax.base import UnusableDisk
+from vit_jax.base import StorageError
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import build_experiment
 from vit_jax.experiment.reporter import (
     Reporter,
-    console_of,
-    eval_summary,
-    read_ledger,
-    total_seconds,
+    make_console,
+    read_events,
+    sum_seconds,
+    summarize_evals,
 )
 from vit_jax.training.duration import TrainLength
 from vit_jax.training.loop import Clock
@@ -40,7 +40,7 @@ def reporter_of(folder, steps, clock=None):
         steps=steps,
         progress={},
         clock=clock or Clock(),
-        console=console_of(Job()),
+        console=make_console(Job()),
     )
 
 
@@ -50,7 +50,7 @@ def report(folder, losses, skipped=()):
         for step, loss in enumerate(losses, start=1):
             scalars = {'gradient_norm': 1.0, 'skipped': float(step in skipped)}
             sums = {'loss': 8 * loss, 'accuracy': 4.0}
-            reporter.step(step, StepMetrics(sums, 8.0, scalars))
+            reporter.record_step(step, StepMetrics(sums, 8.0, scalars))
     return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
 
 
@@ -62,7 +62,7 @@ def test_a_full_disk_is_one_sentence_with_the_file(tmp_path, monkeypatch):
         return open_as(pathlib.Path('/dev/full') if mode == 'a' else path, mode, **how)
 
     monkeypatch.setattr(pathlib.Path, 'open', opened)
-    with pytest.raises(UnusableDisk, match='metrics.jsonl'):
+    with pytest.raises(StorageError, match='metrics.jsonl'):
         report(tmp_path, [1.0] * 20)
 
 
@@ -90,7 +90,7 @@ def test_skipped_updates_are_counted_said_and_part_of_no_mean(tmp_path, capsys):
 def test_what_is_not_right_or_wrong_has_its_loss_alone():
     with_accuracy = {'loss': 2.0, 'accuracy': 0.5}
     evaluated = {'test': with_accuracy, 'pixels': {'loss': 0.25}}
-    assert eval_summary(evaluated) == 'test accuracy 50.00%; pixels loss 0.2500'
+    assert summarize_evals(evaluated) == 'test accuracy 50.00%; pixels loss 0.2500'
 
 
 def test_the_seconds_of_all_starts_add_up(tmp_path, monkeypatch):
@@ -106,14 +106,14 @@ def test_the_seconds_of_all_starts_add_up(tmp_path, monkeypatch):
             with clock('step'):
                 now[0] += 2.0
             reporter.record_event('saving', step + 1)
-        assert read_ledger(tmp_path / 'ledger.jsonl')[-1]['run'] == run
-    seconds = total_seconds(read_ledger(tmp_path / 'ledger.jsonl'))
+        assert read_events(tmp_path / 'events.jsonl')[-1]['run'] == run
+    seconds = sum_seconds(read_events(tmp_path / 'events.jsonl'))
     assert seconds == {'start': 9.0, 'step': (7 + 7 + 10) * 2.0}
     assert reporter.earlier == {'start': 6.0, 'step': (7 + 7) * 2.0}
 
 
 def test_half_a_line_of_a_killed_run_is_removed(tmp_path):
-    path = tmp_path / 'ledger.jsonl'
+    path = tmp_path / 'events.jsonl'
     path.write_text('{"run": 4, "event": "saving", "step": 0, "time": 1.0, "seconds": {}}\n{"ru')
     reporter_of(tmp_path, range(10)).record_event('saving', 7)
-    assert [(line['run'], line['step']) for line in read_ledger(path)] == [(4, 0), (5, 7)]
+    assert [(line['run'], line['step']) for line in read_events(path)] == [(4, 0), (5, 7)]

@@ -28,7 +28,7 @@ def training(folder, faults='slow:0', count=1, flags=()):
 
 
 def steps(folder):
-    return sorted(digests.steps(folder / 'run/checkpoints'))
+    return sorted(digests.list_steps(folder / 'run/checkpoints'))
 
 
 def reported(folder):

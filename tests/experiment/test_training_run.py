@@ -25,7 +25,7 @@ from vit_jax.config import EvalConfig
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import InceptionCrop
-from vit_jax.data.sources.folders import unlabeled
+from vit_jax.data.sources.folders import unlabeled_source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.evaluation import head
 from vit_jax.evaluation.episodes import EpisodesConfig
@@ -36,7 +36,7 @@ from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization
 from vit_jax.studies import history
 from vit_jax.training.duration import Duration
-from vit_jax.training.loop import NotFinite
+from vit_jax.training.loop import NotFiniteError
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -123,7 +123,7 @@ def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
         eval_every_steps=5,
         fewshot=dataclasses.replace(FEWSHOT, every_steps=5),
         log_every_steps=4,
-        polyak_decay=0.9,
+        ema_decay=0.9,
         regularization=Regularization(dropout=0.1, stochastic_depth=0.1),
         augmentation=Augmentation(
             crop=InceptionCrop(),
@@ -205,17 +205,17 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
         schedule=ScheduleConfig(kind='linear', learning_rate=1e25, warmup=Duration(steps=4)),
         checkpoint_every_steps=1,
     )
-    with pytest.raises(NotFinite, match=r'/checkpoints/\d'):
+    with pytest.raises(NotFiniteError, match=r'/checkpoints/\d'):
         training_run.train(config, str(tmp_path))
     params = load_params(str(tmp_path))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
-    assert history.read(tmp_path, '').event == 'diverged'  # which the report says
+    assert history.read_history(tmp_path, '').event == 'diverged'  # which the report says
 
 
 @pytest.mark.full
 def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path):
     """Three updates with a gradient that is not finite, through the whole program."""
-    order = loading.shuffled(1438, seed=0)
+    order = loading.shuffled_sampler(1438, seed=0)
     first = jnp.array([order(16 * step).index for step in (3, 4, 7)])  # examples of these batches
 
     def poisoned(key, batch):
@@ -229,7 +229,7 @@ def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path)
     assert [line['skipped'] for line in lines(tmp_path) if line['kind'] == 'train'] == [2, 1]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
     config.max_skipped_steps = 2
-    with pytest.raises(NotFinite, match='step 5: .*nan.* none$'):
+    with pytest.raises(NotFiniteError, match='step 5: .*nan.* none$'):
         training_run.train(config, str(tmp_path / 'again'))
 
 
@@ -350,7 +350,7 @@ def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
     with pytest.raises(UserError, match=flag):
         if program == 'predict':
             loaded, source = networks.loaded(tiny.model()), make_opener()('digits', 'test')
-            batches_on_all_devices(head.reader_for(loaded, source), 64)
+            batches_on_all_devices(head.make_model_reader(loaded, source), 64)
         elif program == 'fewshot':
             vit_jax.save(networks.loaded(tiny.model()), tmp_path / 'x.npz')
             start = {'start_from': str(tmp_path / 'x.npz'), 'model': None, 'fewshot': FEWSHOT}
@@ -361,7 +361,7 @@ def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
 
 def test_a_batch_of_few_images_to_predict_is_no_larger_than_they_are(photos):
     loaded = networks.loaded(tiny.model())
-    reader = head.reader_for(loaded, unlabeled([str(photos)]))
+    reader = head.make_model_reader(loaded, unlabeled_source([str(photos)]))
     for size, rows in (8, 8), (10**6, 32):
         batches = batches_on_all_devices(reader, size).read(reader)
         assert len(next(batches)['images']) == rows
@@ -371,12 +371,12 @@ def test_a_run_that_lies_among_the_images_is_to_be_moved(photos):
     """Advice to remove it would cost a model."""
     for folder in photos / 'train', photos / 'train/run':
         (folder / 'checkpoints').mkdir(parents=True, exist_ok=True)
-        (folder / 'ledger.jsonl').touch()
+        (folder / 'events.jsonl').touch()
         with pytest.raises(UserError, match=f'{folder}.*move') as error:
             build_experiment(folder_config(photos / 'train'))
         assert 'remove' not in str(error.value)
         shutil.rmtree(folder / 'checkpoints')
-        (folder / 'ledger.jsonl').unlink()
+        (folder / 'events.jsonl').unlink()
 
 
 TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
@@ -394,7 +394,7 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'batch_size': 8 * 10**10}, 'config.batch_size=80000000000'),
         ({'eval_batch_size': 8 * 10**10}, 'config.eval_batch_size=80000000000'),
         ({'accumulation_steps': 3}, 'batch_size=16 .* x 3'),
-        ({'polyak_decay': 1.5}, 'config.polyak_decay=1.5'),
+        ({'ema_decay': 1.5}, 'config.ema_decay=1.5'),
         ({'seed': 'x'}, "config.seed='x'"),
         ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0'),
         ({'evals': {'train': EvalConfig()}}, "config.evals: 'train'"),
@@ -504,7 +504,7 @@ def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, t
 
 @pytest.mark.full
 def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_path):
-    """The second is on relabelled images, of which one has no label and another has two."""
+    """The second is on relabeled images, of which one has no label and another has two."""
     names = [f'{name}/{i}.jpg' for name in ('cat', 'dog') for i in range(3)]
     labels = dict(zip(names, [[0], [0, 1], [], [1], [1], [0]], strict=True))
     (tmp_path / 'real.json').write_text(json.dumps(labels))

@@ -24,27 +24,27 @@ VALUES = records.to_dict(tiny.experiment())
 
 
 def test_two_runs_in_one_directory_are_refused_and_the_first_is_not_disturbed(tmp_path):
-    with workdirs.opened(str(tmp_path), VALUES, Job()):
+    with workdirs.open_workdir(str(tmp_path), VALUES, Job()):
         held = (tmp_path / '.lock').read_text()
         with pytest.raises(ValueError, match=f'process {os.getpid()} '):
-            with workdirs.opened(str(tmp_path), VALUES, Job()):
+            with workdirs.open_workdir(str(tmp_path), VALUES, Job()):
                 pass
         assert (tmp_path / '.lock').read_text() == held
         (tmp_path / '.lock').write_text('\x1b[2J of a terminal')
         with pytest.raises(ValueError, match=str(tmp_path)) as error:
-            with workdirs.opened(str(tmp_path), VALUES, Job()):
+            with workdirs.open_workdir(str(tmp_path), VALUES, Job()):
                 pass
         assert 'terminal' not in str(error.value)
-    with workdirs.opened(str(tmp_path), VALUES, Job()):  # free again
+    with workdirs.open_workdir(str(tmp_path), VALUES, Job()):  # free again
         assert (tmp_path / '.lock').read_text() != held
 
 
 def test_another_mesh_or_loader_is_no_other_experiment(tmp_path):
-    with workdirs.opened(str(tmp_path), VALUES, Job()):
+    with workdirs.open_workdir(str(tmp_path), VALUES, Job()):
         (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     other = records.to_dict(tiny.experiment(mesh=MeshConfig(fsdp=2)))
     other['loader']['threads'] = 3
-    with workdirs.opened(str(tmp_path), other, Job()):
+    with workdirs.open_workdir(str(tmp_path), other, Job()):
         pass
     assert read_config(tmp_path / 'config.json') == other
 
@@ -98,7 +98,7 @@ def test_a_run_without_a_dtype_is_not_resumed(tmp_path, text):
     (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     (tmp_path / 'config.json').write_text(json.dumps(json.loads(text) | {'format': FORMAT}))
     with pytest.raises(UserError, match='config.json: '):
-        workdirs.recorded_dtype(str(tmp_path))
+        workdirs.read_dtype(str(tmp_path))
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"data": ', '[' * 100_000, None])
@@ -107,13 +107,13 @@ def test_a_run_whose_configuration_cannot_be_read_is_not_resumed(tmp_path, text)
     if text is not None:
         (tmp_path / 'config.json').write_text(text)
     with pytest.raises(UserError, match='config.json: '):
-        with workdirs.opened(str(tmp_path), VALUES, Job(), accept_changes=True):
+        with workdirs.open_workdir(str(tmp_path), VALUES, Job(), accept_changes=True):
             pass
 
 
 @pytest.mark.parametrize('number', [None, 1, '2', FORMAT + 1])
 def test_a_work_directory_of_another_format_is_rejected(tmp_path, number):
-    with workdirs.opened(str(tmp_path), VALUES, Job()):
+    with workdirs.open_workdir(str(tmp_path), VALUES, Job()):
         (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
     file = tmp_path / 'config.json'
     values = json.loads(file.read_text()) | {'format': number}
@@ -123,10 +123,10 @@ def test_a_work_directory_of_another_format_is_rejected(tmp_path, number):
     message = rf'{file}: .*\b{number}\b.*\b{FORMAT}\b[^\n]*$'
     for accept in False, True:
         with pytest.raises(UserError, match=message):
-            with workdirs.opened(str(tmp_path), VALUES, Job(), accept_changes=accept):
+            with workdirs.open_workdir(str(tmp_path), VALUES, Job(), accept_changes=accept):
                 pass
     with pytest.raises(UserError, match=message):
-        history.read(tmp_path, 'run')
+        history.read_history(tmp_path, 'run')
     with pytest.raises(UserError, match=message):
-        config_files.read(str(file))
+        config_files.read_config_file(str(file))
     assert json.loads(file.read_text()) == values

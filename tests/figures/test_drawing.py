@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.figures import bitmaps, style
-from vit_jax.figures.page import Picture, Section, Table, page
+from vit_jax.figures.page import Picture, Section, Table, render_page
 from vit_jax.figures.probes import FIGURE
 
 
@@ -66,11 +66,11 @@ def test_each_letter_of_a_script_is_drawn_and_none_as_a_box(letters):
 @pytest.mark.parametrize('name', ['caf\udce9', 'a\nb', '', 40 * 'ü'])
 def test_any_name_is_drawn_within_its_room(name):
     tile = np.zeros((8, 8, 3), np.uint8)
-    sheet = np.asarray(bitmaps.contact_sheet([(name, [tile])], ['evaluation']))
+    sheet = np.asarray(bitmaps.draw_contact_sheet([(name, [tile])], ['evaluation']))
     frame = bitmaps._HEAD_HEIGHT + bitmaps._FRAME
     assert (sheet[frame:, bitmaps._NAME_WIDTH - 4 : bitmaps._NAME_WIDTH] == 255).all()
     assert (sheet[frame + 2 : -frame, bitmaps._NAME_WIDTH + bitmaps._FRAME :][:50, :50] == 0).all()
-    bitmaps.confusion_matrix(np.eye(2, dtype=int), [name, 'Straßenbahn'])
+    bitmaps.draw_confusion_matrix(np.eye(2, dtype=int), [name, 'Straßenbahn'])
 
 
 LARGE = [pytest.param(*c, marks=pytest.mark.full) for c in ((100, 20), (5000, 1))]
@@ -81,7 +81,7 @@ def test_the_matrix_shows_every_class_and_every_error(classes, cell):
     """The diagonal is dark, one error of one image is visible, the rest is white."""
     matrix = 20 * np.eye(classes, dtype=int)
     matrix[0, -1] += 1
-    image = bitmaps.confusion_matrix(matrix, [f'class {i}' for i in range(classes)])
+    image = bitmaps.draw_confusion_matrix(matrix, [f'class {i}' for i in range(classes)])
     assert max(image.size) < 2300
     pixels = np.asarray(image).astype(int)
     side = cell * -(-classes // max(1, -(-classes // 2000)))
@@ -102,7 +102,7 @@ def test_text_is_escaped_and_every_picture_is_on_the_page_to_the_byte():
     def written(text):
         pictures, table = [Picture(file.getvalue(), text, text)] * 2, Table([text], [[text, text]])
         sections = [Section(text, text, pictures), Section(text, text, (), text, table)]
-        return page(text, [text, text], sections)
+        return render_page(text, [text, text], sections)
 
     source = written(hostile)
     tags, plain = (

@@ -25,12 +25,12 @@ RESNET = ResNetConfig(
 def opened(*configs, images=16, source=None):
     """Returns images and networks: the arguments of `compute`."""
     source = source or make_opener()('digits', 'test')
-    size, mesh = figure.batch_for(images, 8)
+    size, mesh = figure.choose_batch(images, 8)
     networks = []
     for index, config in enumerate(configs):
         loaded = config if hasattr(config, 'params') else files.loaded(config)
-        reader = loading.reader_for(source, loaded.preprocessing, loaded.config.image_size)
-        networks.append(figure.on_devices(f'n{index}', loaded, reader, mesh))
+        reader = loading.make_reader(source, loaded.preprocessing, loaded.config.image_size)
+        networks.append(figure.put_on_devices(f'n{index}', loaded, reader, mesh))
     return figure.Images(np.arange(images), size), *networks
 
 
@@ -64,7 +64,7 @@ def test_the_similarity_of_layers_is_the_cka_of_their_whole_arrays():
 @pytest.mark.full
 def test_a_network_is_compared_with_itself_as_alone():
     images, *networks = opened(VIT, RESNET, VIT)
-    found = layer_similarity.similarity(images, networks[::2], layers.outputs)['cka']
+    found = layer_similarity.similarity(images, networks[::2], layers.output_layers)['cka']
     n = len(found) // 2
     np.testing.assert_allclose(found[:n, n:], found[:n, :n], rtol=1e-5)
     amounts = compute('training_data', images, *networks)

@@ -30,7 +30,7 @@ TINY = {
     'regularization.dropout': 0.1,
     'regularization.stochastic_depth': 0.1,
     'augmentation.mixup': 0.2,
-    'polyak_decay': 0.9,
+    'ema_decay': 0.9,
     'compute.dtype': 'float32',
     'total.steps': 120,
     'schedule.warmup.steps': 10,

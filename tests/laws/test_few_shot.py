@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 
 from vit_jax.evaluation import ridge
-from vit_jax.evaluation.probes import Labelled
+from vit_jax.evaluation.probes import Labeled
 
 REFERENCE = pathlib.Path(__file__).parents[1] / 'fixtures' / 'fewshot.npz'
 
@@ -13,9 +13,9 @@ REFERENCE = pathlib.Path(__file__).parents[1] / 'fixtures' / 'fewshot.npz'
 def test_accuracies_equal_big_vision_to_the_example():
     with np.load(REFERENCE, allow_pickle=False) as file:
         z = dict(file)
-    found, *_ = ridge.probe(
+    found, *_ = ridge.few_shot(
         z['train_labels'],
-        Labelled(z['test_features'], z['test_labels']),
+        Labeled(z['test_features'], z['test_labels']),
         features_of=z['train_features'].__getitem__,
         shots=z['shots'].tolist(),
         seeds=z['seeds'].tolist(),

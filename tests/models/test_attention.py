@@ -163,7 +163,7 @@ def with_gradients(implementation, mesh, arguments):
         mixed = attention.attend(query, key, value, implementation=implementation)
         return jnp.sin(mixed.astype(jnp.float32)).sum(), mixed
 
-    gradient = meshes.traced_on(mesh, jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+    gradient = meshes.with_mesh(mesh, jax.grad(total, argnums=(0, 1, 2), has_aux=True))
     return jax.jit(gradient)(*jax.device_put(arguments, meshes.replicated(mesh)))
 
 
@@ -192,7 +192,7 @@ def test_splash_makes_logits_in_float32():
     low = 9 * jax.random.normal(jax.random.key(1), (3, 2, 5, 4, 64), jnp.bfloat16)
     exact = attention.attend(*(x.astype(jnp.float32) for x in low), implementation='xla')
     splash = functools.partial(attention.attend, implementation='splash')
-    result = jax.jit(meshes.traced_on(mesh_of(1), splash))(*low).astype(jnp.float32)
+    result = jax.jit(meshes.with_mesh(mesh_of(1), splash))(*low).astype(jnp.float32)
     assert jnp.abs(result - exact).max() < 0.005 * jnp.abs(exact).max()
 
 
@@ -202,7 +202,7 @@ def test_each_device_mixes_its_own_examples_and_heads():
     sharding = jax.sharding.NamedSharding(mesh, split)
     arguments = [jax.ShapeDtypeStruct((4, 5, 2, 8), 'float32', sharding=sharding)] * 3
     splash = functools.partial(attention.attend, implementation='splash')
-    compiled = jax.jit(meshes.traced_on(mesh, splash)).lower(*arguments).compile()
+    compiled = jax.jit(meshes.with_mesh(mesh, splash)).lower(*arguments).compile()
     assert compiled.output_shardings.is_equivalent_to(sharding, 4)
     assert not [kind for kind in ('all-gather', 'all-to-all') if kind in compiled.as_text()]
 
@@ -210,7 +210,7 @@ def test_each_device_mixes_its_own_examples_and_heads():
 def test_a_higher_precision_of_products_has_no_kernel():
     """A TPU's compiler refuses it in bfloat16."""
     splash = functools.partial(attention.attend, implementation='splash')
-    traced = meshes.traced_on(mesh_of(1), splash)
+    traced = meshes.with_mesh(mesh_of(1), splash)
     with jax.default_matmul_precision('highest'):
         assert 'pallas_call' not in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
     assert 'pallas_call' in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
@@ -233,7 +233,7 @@ def test_a_network_of_long_sequences_is_trained_on_tpus_by_their_kernel(remat):
     everywhere, split = meshes.replicated(mesh), meshes.batch_sharding(mesh)
     params = jax.tree.map(lambda x: x.update(sharding=everywhere), params)
     images = jax.ShapeDtypeStruct((4, 144, 144, 3), 'float32', sharding=split)
-    loss = meshes.traced_on(mesh, jax.grad(lambda p, x: model.apply(p, x).std()))
+    loss = meshes.with_mesh(mesh, jax.grad(lambda p, x: model.apply(p, x).std()))
     text = ahead_of_time.compile_for(chips, jax.jit(loss).lower(params, images)).as_text()
     assert text.count('"tpu_custom_call"') == (4 if remat == 'block' else 3)
     assert f'{tokens},{tokens}' not in text and '1536,1536' not in text  # nor as filled up

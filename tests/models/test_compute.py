@@ -7,7 +7,7 @@ import pytest
 from tests import tiny
 from vit_jax.base.errors import UserError
 from vit_jax.models import Compute, Regularization, build, variant
-from vit_jax.models.compute import activations, resolve_compute
+from vit_jax.models.compute import activation_bytes, resolve_compute
 
 B16 = variant('B/16')
 GIB = 2**30
@@ -118,4 +118,4 @@ def test_the_estimate_of_memory_is_what_a_program_takes(remat):
         return jax.jit(loss).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
 
     per_image = (peak(64) - peak(32)) / 32
-    assert 2 / 3 < per_image / activations(config, compute)[remat] < 3 / 2
+    assert 2 / 3 < per_image / activation_bytes(config, compute)[remat] < 3 / 2

@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.base.tree_names import named_leaves
-from vit_jax.models import Compute, build, multiply_adds
+from vit_jax.models import Compute, build, count_multiply_adds
 
 PARALLEL = {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False}
 SELDOM = [
@@ -55,7 +55,7 @@ def test_what_is_read_and_all_gradients_are_those_of_the_whole_block(of, compute
 
 def test_of_the_last_block_the_keys_and_values_alone_are_of_all_tokens():
     config = tiny.model()
-    left_out = multiply_adds(config) - multiply_adds(config, last_block='class_tokens')
+    left_out = count_multiply_adds(config) - count_multiply_adds(config, last_block='class_tokens')
     n, d, hidden = config.num_tokens, config.width, config.mlp_dim
     query_and_out, mlp, mixing = 2 * d * d, 2 * d * hidden, 2 * n * d
     assert left_out == (n - 1) * (query_and_out + mlp + mixing)

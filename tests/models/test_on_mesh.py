@@ -7,7 +7,7 @@ from jax.sharding import AxisType
 
 from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
-from vit_jax.models import on_mesh
+from vit_jax.models import activation_sharding
 
 
 def mesh_of(shape, names=meshes.AXES, kind=AxisType.Auto):
@@ -24,7 +24,7 @@ def mesh_of(shape, names=meshes.AXES, kind=AxisType.Auto):
     ],
 )
 def test_examples_are_kept_split_where_the_mesh_can_split_them(mesh, batch, is_said):
-    keep = meshes.traced_on(mesh, lambda x: on_mesh.keep_split(x))
+    keep = meshes.with_mesh(mesh, lambda x: activation_sharding.keep_sharded(x))
     program = str(jax.make_jaxpr(keep)(jnp.zeros((batch, 5, 3))))
     assert ('sharding_constraint' in program) == is_said
 

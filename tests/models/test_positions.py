@@ -4,7 +4,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.models import build
-from vit_jax.models.model import position_array
+from vit_jax.models.model import compute_position_table
 from vit_jax.models.positions import rotate, sincos2d
 
 
@@ -24,7 +24,7 @@ def test_rotated_queries_and_keys_know_how_far_apart_they_are_and_no_more():
     assert np.ptp(among) > 0.1
 
 
-def test_sincos_neighbours_are_more_alike_than_strangers():
+def test_sincos_neighbors_are_more_alike_than_strangers():
     table = sincos2d((5, 7), 32)
     assert table.shape == (35, 32)
     np.testing.assert_allclose((table**2).sum(1), 16, rtol=1e-6)  # sin^2 + cos^2, 16 pairs
@@ -41,7 +41,7 @@ def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
     params = tiny.random_params(jax.eval_shape(fixed.init, jax.random.key(0)))
     images = tiny.images(config=config)
     expected = jax.jit(fixed.apply)(params, images)
-    table = position_array(config, params)
+    table = compute_position_table(config, params)
     assert table.dtype == np.float32 and table.shape == (1, config.num_tokens, config.width)
     patches = config.grid[0] * config.grid[1]
     assert not table[0, :-patches].any()  # the class token's row
@@ -74,6 +74,6 @@ def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
     for layer in range(config.depth):
         own = jax.tree.map(lambda leaf, n=layer: leaf[n], params['encoder']['block'])
         found = own if at == 'every_layer' else params
-        table = position_array(config, found)
+        table = compute_position_table(config, found)
         expected = np.insert(table[0], [1, 1], 0, axis=0)  # registers have no positions
         np.testing.assert_allclose(added[layer, 0], expected, atol=1e-6)

@@ -9,7 +9,7 @@ from tests import tiny
 from tests.networks import HYBRID
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, build
-from vit_jax.models.resnet import StandardConv, max_pool
+from vit_jax.models.resnet import StdConv, max_pool
 
 SMALL = ResNetConfig(image_size=(20, 14), backbone=Backbone(blocks=(2, 1), width=32), num_classes=3)
 
@@ -24,7 +24,7 @@ def made(config, scale=0.3, **options):
 
 
 def conv(x, kernel, stride):
-    """A convolution with a standardised kernel: SAME, the odd pixel of padding at the end."""
+    """A convolution with a standardized kernel: SAME, the odd pixel of padding at the end."""
     kernel = kernel - kernel.mean((0, 1, 2))
     kernel = kernel / (np.sqrt((kernel**2).mean((0, 1, 2))) + 1e-5)
     size, outputs = kernel.shape[0], [-(-side // stride) for side in x.shape[:2]]
@@ -43,7 +43,7 @@ def conv(x, kernel, stride):
 
 
 def group_norm(x, layer):
-    """32 groups of neighbouring channels, each normalised over the whole image."""
+    """32 groups of neighboring channels, each normalized over the whole image."""
     groups = x.reshape(*x.shape[:2], 32, -1)
     groups = groups - groups.mean((0, 1, 3), keepdims=True)
     groups = groups / np.sqrt((groups**2).mean((0, 1, 3), keepdims=True) + 1e-6)
@@ -84,7 +84,7 @@ def by_definition(params, image):
 def test_the_resnet_is_the_one_of_the_papers_code():
     model, params = made(SMALL)
     expected = np.stack([by_definition(params, image).mean((0, 1)) for image in IMAGES])
-    # float32 through nine standardised layers of up to 288 terms
+    # float32 through nine standardized layers of up to 288 terms
     np.testing.assert_allclose(model.features(params, IMAGES), expected, rtol=2e-4, atol=2e-4)
     head = params['head']
     logits = expected @ head['kernel'] + head['bias']
@@ -95,7 +95,7 @@ def test_the_epsilon_is_added_to_the_deviation():
     """Not to the variance, which would be 11 times larger with it here."""
     kernel = 1e-3 * np.random.default_rng(0).normal(size=(3, 3, 2, 4)).astype(np.float32)
     image = np.random.default_rng(1).normal(size=(5, 4, 2)).astype(np.float32)
-    convolution = StandardConv(features=4, size=3, compute=Compute(dtype='float32', layout='flat'))
+    convolution = StdConv(features=4, size=3, compute=Compute(dtype='float32', layout='flat'))
     result = convolution.apply({'params': {'kernel': kernel}}, jnp.asarray(image)[None])[0]
     np.testing.assert_allclose(result, conv(image, kernel.astype(np.float64), 1), rtol=1e-4)
 
@@ -109,7 +109,7 @@ def test_layouts_agree_in_outputs_and_gradients(layer, stride, sides):
 
     def outputs_and_gradients(layout):
         compute = Compute(dtype='float32', layout=layout)
-        conv = StandardConv(features=4, size=1, stride=stride, compute=compute)
+        conv = StdConv(features=4, size=1, stride=stride, compute=compute)
         variables = conv.init(jax.random.key(1), images)
 
         def run(variables, images):
@@ -120,7 +120,7 @@ def test_layouts_agree_in_outputs_and_gradients(layer, stride, sides):
 
     flat, batched = map(outputs_and_gradients, ('flat', 'batched'))
     for one, other in zip(*map(jax.tree.leaves, (flat, batched)), strict=True):
-        # The gradient of a standardised kernel is a difference of larger numbers.
+        # The gradient of a standardized kernel is a difference of larger numbers.
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 

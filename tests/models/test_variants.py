@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from vit_jax.base.tree_names import named_leaves
-from vit_jax.models import build, multiply_adds, parameter_count, variant
+from vit_jax.models import build, count_multiply_adds, count_params, variant
 
 # Without a head, and with a linear one of 1000 classes: the paper's table 1 and the public models.
 PARAMETERS = {
@@ -45,8 +45,8 @@ COMPUTE = [
 def test_parameter_counts_are_the_published_ones_to_the_digit(name):
     body, with_head = PARAMETERS[name]
     if body is not None:
-        assert parameter_count(variant(name)) == body
-    assert parameter_count(variant(name, num_classes=1000)) == with_head
+        assert count_params(variant(name)) == body
+    assert count_params(variant(name, num_classes=1000)) == with_head
 
 
 def quick_or_full(row):
@@ -57,7 +57,7 @@ def quick_or_full(row):
 
 @functools.cache
 def multiply_adds_of(name):
-    return multiply_adds(variant(name))
+    return count_multiply_adds(variant(name))
 
 
 @pytest.mark.parametrize('name, epochs, exaflops', [quick_or_full(row) for row in COMPUTE])

@@ -12,11 +12,11 @@ from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.config import EvalConfig, TrainConfig, write_config
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import multiply_adds
-from vit_jax.planning.memory_plan import without_data
+from vit_jax.models import count_multiply_adds
+from vit_jax.planning.memory_plan import with_dummy_data
 from vit_jax.studies import planned_runs, results
-from vit_jax.studies.config import Drawing, Grid, Study
-from vit_jax.studies.planned_runs import planned
+from vit_jax.studies.config import Grid, PlotConfig, Study
+from vit_jax.studies.planned_runs import plan_runs
 
 DEPTHS = {'1': {'model.depth': 1}, '2': {'model.depth': 2}}
 POOLS = {'gap': {'model.pool': 'gap'}, 'cls': {}}
@@ -42,19 +42,19 @@ def complete(folder, run, *lines, step=10):
     lines = [{'kind': 'test', 'step': step} | line for line in lines]
     (workdir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
     last = {'run': 1, 'event': 'complete', 'step': step, 'time': 1.0, 'seconds': {}}
-    (workdir / 'ledger.jsonl').write_text(json.dumps(last) + '\n')
+    (workdir / 'events.jsonl').write_text(json.dumps(last) + '\n')
     return workdir
 
 
 def rows_of(folder, one):
-    runs = planned(one)
+    runs = plan_runs(one)
     return results.make_rows(one, runs, results.read_measures(folder, one, runs))
 
 
 def test_a_grid_has_every_combination_with_the_values_of_its_axes():
     one = study(seeds=(3, 4))
     before = records.to_dict(one)
-    runs = planned(one)
+    runs = plan_runs(one)
     pairs = [(depth, pool) for depth in DEPTHS for pool in POOLS]
     assert [run.name for run in runs] == [
         f'train/{d}-{p}-seed{s}' for s in (3, 4) for d, p in pairs
@@ -66,14 +66,14 @@ def test_a_grid_has_every_combination_with_the_values_of_its_axes():
 
 
 def test_a_later_grid_has_the_values_and_the_seed_of_the_run_it_starts_from():
-    runs = planned(two_grids())
+    runs = plan_runs(two_grids())
     names = [run.name for run in runs]
     tuned = [run for run in runs if run.grid == 'tune']
     assert [run.name for run in tuned[:2]] == ['tune/1-a-seed0', 'tune/1-b-seed0']
     for run in tuned:
-        assert names.index(run.after.name) < names.index(run.name)
-        assert run.values == run.after.values | {'task': run.values['task']}
-        assert run.seed == run.after.seed
+        assert names.index(run.parent.name) < names.index(run.name)
+        assert run.values == run.parent.values | {'task': run.values['task']}
+        assert run.seed == run.parent.seed
         assert run.config.model is None  # that of the checkpoint
 
 
@@ -95,7 +95,7 @@ def test_a_later_grid_has_the_values_and_the_seed_of_the_run_it_starts_from():
 )
 def test_a_grid_that_cannot_run_is_rejected_by_name(values, name):
     with pytest.raises(UserError, match=name):
-        planned(study(base=tiny.experiment(fewshot=None), grids={'train': Grid(**values)}))
+        plan_runs(study(base=tiny.experiment(fewshot=None), grids={'train': Grid(**values)}))
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_a_grid_that_cannot_run_is_rejected_by_name(values, name):
         ({'grids': {}}, 'grids'),
         ({'grids': {'..': Grid()}}, 'grids'),
         ({'base': tiny.experiment(seed=5)}, 'base.seed=5'),
-        ({'draw': Drawing(x='width')}, "draw.x='width'"),
-        ({'draw': Drawing(x='depth', y='test/loss')}, "draw.y='test/loss'"),
-        ({'draw': Drawing(x='depth', mean='all')}, "draw.mean='all'"),
+        ({'draw': PlotConfig(x='width')}, "draw.x='width'"),
+        ({'draw': PlotConfig(x='depth', y='test/loss')}, "draw.y='test/loss'"),
+        ({'draw': PlotConfig(x='depth', mean='all')}, "draw.mean='all'"),
         ({'grids': {'a': Grid(start_from='b'), 'b': Grid()}}, "start_from='b'"),
     ],
 )
@@ -117,14 +117,14 @@ def test_a_study_checks_itself(values, name):
 
 
 def test_a_complete_run_keeps_its_values(tmp_path):
-    runs = planned(study())
+    runs = plan_runs(study())
     complete(tmp_path, runs[0])
     planned_runs.require_same_values(tmp_path, runs)
-    for free in planned(study(base=tiny.experiment(log_every_steps=1), seeds=(0, 1))):
+    for free in plan_runs(study(base=tiny.experiment(log_every_steps=1), seeds=(0, 1))):
         planned_runs.require_same_values(tmp_path, [free])
     for changes in {'batch_size': 32}, {'eval_split': 'train'}:
         with pytest.raises(UserError, match=f'train/1-gap-seed0: {[*changes][0]}'):
-            changed = planned(study(base=tiny.experiment(**changes)))
+            changed = plan_runs(study(base=tiny.experiment(**changes)))
             planned_runs.require_same_values(tmp_path, changed)
 
 
@@ -132,21 +132,21 @@ def test_rows_have_the_numbers_of_the_last_step_of_complete_runs(tmp_path):
     grid = Grid(axes={'depth': DEPTHS}, measures=('test/accuracy', 'test/loss'))
     grid.published = {'1': 0.5}
     one = study(grids={'train': grid}, seeds=(0, 1))
-    first, second, third, _ = planned(one)
+    first, second, third, _ = plan_runs(one)
     complete(tmp_path, first, {'accuracy': 0.5, 'step': 5}, {'accuracy': 0.75, 'loss': 2.0})
-    lost = complete(tmp_path, second, {'accuracy': 0.9}) / 'ledger.jsonl'
+    lost = complete(tmp_path, second, {'accuracy': 0.9}) / 'events.jsonl'
     lost.write_text('')  # it is not complete
     complete(tmp_path, third, {'accuracy': 0.25, 'step': 5})  # the last evaluation is lost
     rows = rows_of(tmp_path, one)
     assert rows[0].numbers == {'test/accuracy': {0: 0.75}, 'test/loss': {0: 2.0}}
-    assert (rows[0].values, rows[0].planned, rows[0].published) == ({'depth': '1'}, 2, 0.5)
+    assert (rows[0].values, rows[0].num_runs, rows[0].published) == ({'depth': '1'}, 2, 0.5)
     assert rows[1].numbers == {'test/accuracy': {}, 'test/loss': {}}
 
 
 def test_numbers_and_checkpoint_are_of_the_best_step(tmp_path):
     evals = {name: EvalConfig() for name in ('test', 'held')}
     one = two_grids(base=tiny.experiment(evals=evals, eval_split='test'), best='held/accuracy')
-    runs = {run.name: run for run in planned(one)}
+    runs = {run.name: run for run in plan_runs(one)}
     lines = [
         {'kind': kind, 'step': step, 'accuracy': accuracy}
         for step, *both in [(5, 0.5, 0.1), (10, 0.75, 0.2), (15, 0.7, 0.9)]
@@ -167,7 +167,7 @@ def test_means_are_over_the_seeds_that_all_have(tmp_path):
     one = two_grids()
     one.grids['tune'].published = {'1-a': 0.5, '1-b': 0.9, '2-a': 0.1}
     accuracies = {'1-a-seed0': 0.5, '1-b-seed0': 0.7, '1-a-seed1': 0.1, '1-c-seed0': 0.9}
-    for run in planned(one):
+    for run in plan_runs(one):
         if accuracy := accuracies.get(run.name.removeprefix('tune/')):
             complete(tmp_path, run, {'accuracy': accuracy})
     first, second = (row for row in rows_of(tmp_path, one) if row.mean == 'near')
@@ -183,10 +183,10 @@ def test_compute_is_that_of_table_6_for_the_first_training(tmp_path):
         'tune': Grid(start_from='train', measures=('compute',), changes={'batch_size': 4}),
     }
     one = study(grids=grids)
-    for run in planned(one):
+    for run in plan_runs(one):
         complete(tmp_path, run, step=10 if run.grid == 'train' else 3)
     for row, depth in zip(rows_of(tmp_path, one), (1, 2, 1, 2), strict=True):
-        expected = 6 * multiply_adds(tiny.model(depth=depth, num_classes=None)) * 16 * 10
+        expected = 6 * count_multiply_adds(tiny.model(depth=depth, num_classes=None)) * 16 * 10
         np.testing.assert_allclose(row.numbers['compute'][0], expected)
 
 
@@ -213,8 +213,8 @@ def test_each_run_of_a_study_can_start(name):
     A run is left out if its model and all its other values occur in runs before it.
     """
     seen = set()
-    for run in planned(dataclasses.replace(golden.config(name), seeds=(0,))):
-        model = run.config.model or run.first.config.model
+    for run in plan_runs(dataclasses.replace(golden.config(name), seeds=(0,))):
+        model = run.config.model or run.root.config.model
         config = golden.small(dataclasses.replace(run.config, model=model))
         parts = {repr(config.model), repr(dataclasses.replace(config, model=None))}
         if parts <= seen:
@@ -226,4 +226,4 @@ def test_each_run_of_a_study_can_start(name):
         images = 1_000 if config.data.startswith('vtab:') else IMAGES[config.data]
         images = round(images * min(map(int, shares or ['100'])) / 100)
         config.model.num_classes = None
-        build_experiment(without_data(config, num_classes=10, num_images=images))
+        build_experiment(with_dummy_data(config, num_classes=10, num_images=images))

@@ -8,7 +8,9 @@ def test_one_length_in_every_unit():
     for total in Duration(steps=300), Duration(epochs=3.0), Duration(examples=3000):
         length = make_train_length(total, batch_size=10, num_images=1000)
         assert length.total_steps == 300 and length.epochs == 3
-        assert length.steps(Duration(fraction=0.1)) == length.steps(Duration(epochs=0.3)) == 30
+        assert (
+            length.to_steps(Duration(fraction=0.1)) == length.to_steps(Duration(epochs=0.3)) == 30
+        )
 
 
 def test_an_override_replaces_the_unit_and_an_assignment_adds_one():
@@ -19,7 +21,7 @@ def test_an_override_replaces_the_unit_and_an_assignment_adds_one():
         duration.epoch = 2.0
     duration.steps = 5
     with pytest.raises(ValueError, match='config.total: .* steps, epochs'):
-        records.checked(duration, where='config.total')
+        records.validated(duration, where='config.total')
 
 
 @pytest.mark.parametrize('values', [{}, {'steps': 1, 'epochs': 2.0}, {'epochs': -1.0}])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from vit_jax.distributed.processes import Interrupted
-from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
+from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped, fit
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
@@ -44,7 +44,7 @@ def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipp
         batches(),
         steps=range(start, len(losses)),
         on_metrics=lambda step, numbers: events.append(f'metrics {step}'),
-        observers=[Every(every, observe)],
+        observers=[PeriodicAction(every, observe)],
         clock=Clock(),
         max_skipped_steps=max_skipped_steps,
     )
@@ -74,21 +74,21 @@ NAN = float('nan')
 def test_training_stops_after_so_many_skipped_updates_in_a_row_before_anything_observes(every):
     events = []
     losses = [1.0, NAN, 1.0, NAN, NAN, 1.0, 1.0]
-    with pytest.raises(NotFinite, match='step 5: loss'):
+    with pytest.raises(NotFiniteError, match='step 5: loss'):
         run(losses, every=every, events=events, max_skipped_steps=2)
     assert 'metrics 2' in events and 'observe 5' not in events and 'observe 6' not in events
     assert run(losses, every=every, events=[], max_skipped_steps=3).step == 7
 
 
 def test_broken_parameters_stop_it_at_once():
-    with pytest.raises(NotFinite, match='step 3: parameter_norm'):
+    with pytest.raises(NotFiniteError, match='step 3: parameter_norm'):
         run([1.0] * 5, every=1, events=[], norms={2: float('inf')}, max_skipped_steps=9)
 
 
 def test_it_stops_with_a_whole_state_between_two_steps_or_where_an_observer_stops():
     for place, expected in (('tick 3', 2), ('observe 2', 2), ('tick 1', 0)):
         events = []
-        with pytest.raises(Stopped) as stopped:
+        with pytest.raises(TrainingStopped) as stopped:
             run([1.0] * 6, every=2, events=events, interrupt=place)
         assert int(stopped.value.state.step) == expected
         assert [e for e in events if e.startswith('metrics')] == [
@@ -98,8 +98,8 @@ def test_it_stops_with_a_whole_state_between_two_steps_or_where_an_observer_stop
 
 
 def test_what_is_due_every_so_often_is_due_after_the_last_step_too():
-    assert [s for s in range(1, 11) if Every(4, print).is_due(s, 10)] == [4, 8, 10]
-    assert [s for s in range(1, 11) if Every(None, print).is_due(s, 10)] == [10]
+    assert [s for s in range(1, 11) if PeriodicAction(4, print).is_due(s, 10)] == [4, 8, 10]
+    assert [s for s in range(1, 11) if PeriodicAction(None, print).is_due(s, 10)] == [10]
 
 
 def test_the_parts_of_the_time_make_the_whole_and_inner_parts_count_once():

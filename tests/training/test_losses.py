@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vit_jax.base.errors import UserError
-from vit_jax.training.losses import LossConfig, example_metrics, make_loss, of_any, targets_of
+from vit_jax.training.losses import LossConfig, example_metrics, make_loss, make_targets, of_any
 
 LOGITS = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
 LABELS = jnp.array([0, 2])
@@ -12,7 +12,7 @@ LABELS = jnp.array([0, 2])
 
 def loss(kind, smoothing=0.0, labels=LABELS):
     return make_loss(LossConfig(kind=kind, label_smoothing=smoothing))(
-        LOGITS, targets_of(labels, 3)
+        LOGITS, make_targets(labels, 3)
     )
 
 
@@ -28,7 +28,7 @@ def test_losses_are_their_definitions():
 
 def test_where_any_class_is_right_an_image_without_one_is_still_a_number():
     labels = jnp.array([[1, 1, 0], [0, 0, 0]])
-    found = of_any(make_loss(LossConfig()))(LOGITS, targets_of(labels, 3))
+    found = of_any(make_loss(LossConfig()))(LOGITS, make_targets(labels, 3))
     logs = LOGITS[0] - np.log(np.exp(LOGITS[0]).sum())
     np.testing.assert_allclose(found, [-(logs[0] + logs[1]) / 2, 0], rtol=1e-6)
 
@@ -44,7 +44,7 @@ def test_a_function_is_its_own_loss_and_gives_one_number_an_example():
     def far(logits, targets):
         return jnp.abs(logits - targets).sum(axis=-1)
 
-    targets = targets_of(LABELS, 3)
+    targets = make_targets(LABELS, 3)
     np.testing.assert_array_equal(make_loss(far)(LOGITS, targets), far(LOGITS, targets))
     with pytest.raises(UserError, match='test_losses.py'):
         make_loss(lambda logits, targets: jnp.abs(logits))(LOGITS, targets)
@@ -56,7 +56,7 @@ TRUE = RNG.integers(0, 9, 64)
 
 
 def test_a_hit_is_a_label_among_the_highest_logits():
-    found = example_metrics(jnp.asarray(SCORES), targets_of(jnp.asarray(TRUE), 9))
+    found = example_metrics(jnp.asarray(SCORES), make_targets(jnp.asarray(TRUE), 9))
     rank = (SCORES > SCORES[np.arange(64), TRUE][:, None]).sum(axis=1)
     np.testing.assert_array_equal(found['accuracy'], rank < 1)
     np.testing.assert_array_equal(found['top5_accuracy'], rank < 5)

@@ -11,8 +11,8 @@ from tests.networks import HYBRID, RESNET
 from vit_jax.data.augmentation import example_keys
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.training import masked_patches
-from vit_jax.training.masked_patches import MaskedPatches, for_patches
-from vit_jax.training.update import CORRUPT, purpose_key
+from vit_jax.training.masked_patches import MaskedPatches, configure_for_patches
+from vit_jax.training.update import CORRUPT, make_purpose_key
 
 RNG = np.random.default_rng(0)
 BODY = tiny.model(num_classes=None, image_size=(8, 16))  # patches of 4x4 pixels, on a grid 2x4
@@ -60,7 +60,7 @@ def test_a_replaced_patch_is_any_other_of_the_image_and_never_itself():
 
 
 def sums_of(config, predict, batch=BATCH, seed=0):
-    """The sums over a batch, of the outputs that `predict(normalised images, corruption)` gives."""
+    """The sums over a batch, of the outputs that `predict(normalized images, corruption)` gives."""
 
     def predict_patches(params, images, corruption, key):
         return jnp.asarray(predict(images, corruption), jnp.float32)
@@ -69,8 +69,8 @@ def sums_of(config, predict, batch=BATCH, seed=0):
         predict_patches,
         config,
         functools.partial(normalize, preprocessing=Preprocessing()),
-        model=for_patches(BODY, config),
-        keys_of=lambda batch: example_keys(purpose_key(seed, CORRUPT), batch),
+        model=configure_for_patches(BODY, config),
+        keys_of=lambda batch: example_keys(make_purpose_key(seed, CORRUPT), batch),
     )
     return loss_sums({}, jax.tree.map(jnp.asarray, batch))
 
@@ -98,7 +98,7 @@ def test_an_example_is_corrupted_alike_in_any_batch_and_otherwise_in_another_epo
 
 
 def corrupted_of(batch, config):
-    keys = example_keys(purpose_key(0, CORRUPT), batch)
+    keys = example_keys(make_purpose_key(0, CORRUPT), batch)
     draw = functools.partial(masked_patches.corrupt, config=config, patches=8)
     return np.asarray(jax.vmap(draw)(keys)[0])
 
@@ -109,16 +109,16 @@ def tiles(images):
     return np.stack([images[:, y : y + 4, x : x + 4] for y, x in corners], axis=1).astype(float)
 
 
-def colours(parts):
+def colors(parts):
     """Of parts (... p q c) of images, by integers."""
     means = parts.mean(axis=(-3, -2))
     red, green, blue = np.moveaxis((means // 32).astype(int), -1, 0)
     return (red << 6) | (green << 3) | blue
 
 
-def test_the_loss_is_that_of_the_colours_of_corrupted_patches():
+def test_the_loss_is_that_of_the_colors_of_corrupted_patches():
     config, logits = MaskedPatches(), RNG.normal(size=(6, 8, 512))
-    expected = colours(tiles(BATCH['images']))
+    expected = colors(tiles(BATCH['images']))
     logits[:2, :, :] += 9 * np.eye(512)[expected[:2]]  # right in two images, by chance elsewhere
     sums, count, _ = sums_of(config, lambda *_: logits)
     where = corrupted_of(BATCH, config) & BATCH['mask'][:, None]
@@ -132,13 +132,13 @@ def test_the_loss_is_that_of_the_colours_of_corrupted_patches():
     assert 2 <= sums['accuracy'] <= sums['top5_accuracy'] < 5
 
 
-def test_small_patches_are_sixteen_colours_each_the_mean_of_a_cell():
+def test_small_patches_are_sixteen_colors_each_the_mean_of_a_cell():
     images = np.repeat(np.repeat(BATCH['images'], 2, axis=1), 2, axis=2)  # cells of 2x2 pixels
     images[:, 0::2, 0::2] //= 2
     patches = masked_patches.cut_patches(jnp.asarray(images), (2, 4), (8, 8))
-    found = masked_patches.mean_colours(patches, 4)
+    found = masked_patches.mean_colors(patches, 4)
     cells = np.asarray(patches, float).reshape(6, 8, 4, 2, 4, 2, 3).swapaxes(3, 4)
-    np.testing.assert_array_equal(found, colours(cells).reshape(6, 8, 16))
+    np.testing.assert_array_equal(found, colors(cells).reshape(6, 8, 16))
 
 
 def test_pixels_are_those_that_the_network_sees():
@@ -154,8 +154,8 @@ def test_pixels_are_those_that_the_network_sees():
 
 def test_a_hybrids_patch_is_the_part_of_the_image_that_it_stands_for():
     config = dataclasses.replace(HYBRID, num_classes=None)
-    assert masked_patches.patch_sides(config) == (16, 16)
-    pixels = for_patches(config, MaskedPatches(target='pixels')).patch_outputs
+    assert masked_patches.patch_size_in_pixels(config) == (16, 16)
+    pixels = configure_for_patches(config, MaskedPatches(target='pixels')).patch_outputs
     assert pixels == 16 * 16 * 3
 
 
@@ -169,7 +169,7 @@ def test_a_hybrids_patch_is_the_part_of_the_image_that_it_stands_for():
         ({'pool': 'map'}, {}, 'pool=map'),
         ({'patch_outputs': 7}, {}, 'patch_outputs=7'),
         ({'image_size': (4, 4)}, {'fraction': 0.4}, 'fraction=0.4'),
-        ({'patch_size': (2, 4)}, {'target': 'colours_4x4'}, 'target=colours_4x4'),
+        ({'patch_size': (2, 4)}, {'target': 'colors_4x4'}, 'target=colors_4x4'),
         ({}, {'replaced': 0.5}, 'replaced=0.5'),
         ({}, {'fraction': 0.0}, 'fraction'),
     ],
@@ -177,4 +177,4 @@ def test_a_hybrids_patch_is_the_part_of_the_image_that_it_stands_for():
 def test_networks_that_cannot_predict_patches_are_named(model, objective, message):
     model = dataclasses.replace(BODY, **model) if isinstance(model, dict) else model
     with pytest.raises(ValueError, match=message):
-        for_patches(model, MaskedPatches(**objective))
+        configure_for_patches(model, MaskedPatches(**objective))

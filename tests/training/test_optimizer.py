@@ -15,7 +15,7 @@ from vit_jax.training.optimizer import (
     make_optimizer,
     make_schedule,
 )
-from vit_jax.training.rules import make_rules
+from vit_jax.training.param_groups import make_param_groups
 
 PARAMS = {'dense': {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}, 'cls': jnp.ones(2)}
 GRADIENT = jax.tree.map(lambda p: 3.0 * p, PARAMS)
@@ -62,7 +62,9 @@ def _places(array):
 
 
 def updated(config, rate=0.5, steps=1, growth=1.0):
-    optimizer = make_optimizer(config, lambda step: jnp.asarray(rate), make_rules(config, PARAMS))
+    optimizer = make_optimizer(
+        config, lambda step: jnp.asarray(rate), make_param_groups(config, PARAMS)
+    )
     params, state = PARAMS, optimizer.init(PARAMS)
     for step in range(steps):
         gradient = jax.tree.map(lambda g, step=step: g * growth ** (step * _places(g)), GRADIENT)
@@ -149,7 +151,9 @@ def test_adafactor_is_its_formula_and_the_depth_is_no_side_of_a_matrix(name, sha
     gradients = [rng.normal(size=shape).astype(np.float32) for _ in range(5)]
     params = {name: np.zeros(shape, np.float32)}
     config = OptimizerConfig(kind='adafactor')
-    optimizer = make_optimizer(config, lambda step: jnp.asarray(1.0), make_rules(config, params))
+    optimizer = make_optimizer(
+        config, lambda step: jnp.asarray(1.0), make_param_groups(config, params)
+    )
     state = optimizer.init(params)
     for gradient in gradients:
         updates, state = optimizer.update({name: gradient}, state, params)

@@ -11,7 +11,7 @@ from tests.networks import RESNET
 from vit_jax.base import tree_names
 from vit_jax.models import build
 from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
-from vit_jax.training.rules import make_rules
+from vit_jax.training.param_groups import make_param_groups
 
 MODEL = build(tiny.model(depth=3))
 SHAPES = jax.eval_shape(MODEL.init, jax.random.key(0))
@@ -22,7 +22,7 @@ PLAIN = {'kind': 'sgd', 'momentum': 0.0}
 
 
 def rules(**changes):
-    return make_rules(OptimizerConfig(**changes), SHAPES)
+    return make_param_groups(OptimizerConfig(**changes), SHAPES)
 
 
 def lr_multipliers(**changes):
@@ -39,7 +39,7 @@ def slope_of(made):
 def moved(steps=1, **changes):
     """How far each parameter is moved by gradients of 1 at rate 1, without moments."""
     config = OptimizerConfig(**(changes if 'kind' in changes else PLAIN | changes))
-    made = make_rules(config, SHAPES)
+    made = make_param_groups(config, SHAPES)
     optimizer = make_optimizer(config, lambda step: jnp.asarray(1.0), made)
 
     @jax.jit
@@ -153,7 +153,7 @@ def test_what_has_a_name_of_its_own_is_an_input_and_not_the_head():
         ({'trained_blocks': 1}, 0, 1),
     ):
         found = tree_names.named_leaves(
-            make_rules(OptimizerConfig(**changes), shapes).lr_multipliers
+            make_param_groups(OptimizerConfig(**changes), shapes).lr_multipliers
         )
         assert found['rotary/frequencies'] == embedding and found['norm/bias'] == last
 
@@ -162,15 +162,15 @@ def test_rules_about_layers_need_layers():
     shapes = jax.eval_shape(build(RESNET).init, jax.random.key(0))
     for changes in {'layer_decay': 0.9}, {'trained_blocks': 1}:
         with pytest.raises(ValueError, match=[*changes][0]):
-            make_rules(OptimizerConfig(**changes), shapes)
+            make_param_groups(OptimizerConfig(**changes), shapes)
 
 
 def test_the_head_of_patches_is_a_head_and_the_mask_token_an_input():
     masked = build(tiny.model(num_classes=None, patch_outputs=7))
     shapes = jax.eval_shape(masked.init, jax.random.key(0))
-    slower = make_rules(OptimizerConfig(layer_decay=0.5), shapes).lr_multipliers
+    slower = make_param_groups(OptimizerConfig(layer_decay=0.5), shapes).lr_multipliers
     assert slower['masked']['head']['kernel'] == 1 and slower['masked']['token'] == 0.5**4
-    alone = make_rules(OptimizerConfig(trained_blocks=0), shapes)
+    alone = make_param_groups(OptimizerConfig(trained_blocks=0), shapes)
     assert '119 parameters' in alone.report[0]
-    decayed = make_rules(OptimizerConfig(head_weight_decay=3.0), shapes)
+    decayed = make_param_groups(OptimizerConfig(head_weight_decay=3.0), shapes)
     assert 'masked/head/kernel' in decayed.report[0]

@@ -31,7 +31,7 @@ def rollout(
     return functools.reduce(lambda x, layer: jnp.matmul(layer, x, precision='highest'), mixed)
 
 
-def mean_distance(
+def mean_attention_distance(
     weights: Float[Array | np.ndarray, 'l b h n n'],
     grid: tuple[int, int],
     patch_size: tuple[int | float, int | float],

@@ -32,7 +32,7 @@ def principal_components(
     return signed, variances[:count] / variances.sum()
 
 
-def as_picture(components: Float[Array | np.ndarray, 'n p q c']) -> Float[Array, 'n p q c']:
+def to_unit_range(components: Float[Array | np.ndarray, 'n p q c']) -> Float[Array, 'n p q c']:
     """Scales each component to [0, 1]; constant components become 0."""
     components = jnp.asarray(components, jnp.float32)
     low, high = (f(axis=(1, 2, 3), keepdims=True) for f in (components.min, components.max))

@@ -8,7 +8,7 @@ from vit_jax.analysis import cka
 from vit_jax.base import Array, Float, require
 
 
-def patches(
+def split_into_patches(
     images: Float[Array | np.ndarray, 'b h w c'], grid: tuple[int, int]
 ) -> Float[Array, 'm b f']:
     """Splits images into a grid of patches, in row-major order.
@@ -37,7 +37,7 @@ def localization(
 
     Args:
       tokens: Tokens, or the locations of a ResNet's feature map.
-      patches: Pixels of patches from `patches`.
+      patches: Pixels of patches from `split_into_patches`.
 
     Raises:
       UserError: If there are fewer than 4 images.

@@ -16,28 +16,28 @@ class MissingFile(UserError, FileNotFoundError):
     """A file or directory that does not exist."""
 
 
-class UnusableDisk(UserError, OSError):
+class StorageError(UserError, OSError):
     """A path that cannot be read or written, such as on a full disk or in a read-only directory."""
 
 
-def lacks_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether this is jax's error for a device that ran out of memory."""
     return isinstance(error, RuntimeError) and 'RESOURCE_EXHAUSTED' in str(error)
 
 
-def shown_url(url: str) -> str:
+def redact_url(url: str) -> str:
     """Removes user, password and query from a URL, because they may be secrets."""
     return re.sub(r'^([A-Za-z][A-Za-z0-9+.-]*:/+)[^/?#]*@', r'\1', url.partition('?')[0])
 
 
-def one_line(error: BaseException, limit: int = 400) -> str:
+def format_error(error: BaseException, limit: int = 400) -> str:
     """Returns the error's message on one line, without secrets in URLs.
 
     Returns the error's type if the message is empty. Cuts a message longer than `limit` characters
     in the middle, because the cause comes last.
     """
     text = ' '.join(str(error).split()) or type(error).__name__
-    text = re.sub(r'[A-Za-z][A-Za-z0-9+.-]*://[^\s\'"<>]+', lambda match: shown_url(match[0]), text)
+    text = re.sub(r'[A-Za-z][A-Za-z0-9+.-]*://[^\s\'"<>]+', lambda url: redact_url(url[0]), text)
     half = limit // 2
     return text if len(text) <= limit else f'{text[:half]} ... {text[-half:]}'
 
@@ -49,7 +49,7 @@ def refuse(faults: Sequence[str], *, shown: int = 10) -> None:
         raise UserError('\n  '.join([*faults[:shown], *more]))
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Formats a count with its noun: `1 image`, `2,000 images`, `2 classes`."""
     plural = f'{noun}es' if noun.endswith('s') else f'{noun}s'
     return f'{count:,} {noun if count == 1 else plural}'

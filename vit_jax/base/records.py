@@ -1,8 +1,7 @@
 """Records: dataclasses that validate their values and are stored as JSON.
 
 Configurations and checkpoint cards are records. A record is validated when it is created. Fields
-may be assigned later, as configuration files and the command line do; `checked` returns a validated
-copy.
+may be assigned later, as configuration files and the command line do; `validated` checks a copy.
 """
 
 import dataclasses
@@ -36,8 +35,8 @@ class Record:
     def __post_init__(self) -> None:
         where = type(self).__name__
         values = vars(self)
-        for name, hint in hints(type(self)).items():
-            values[name] = read(hint, values[name], f'{where}.{name}')
+        for name, hint in field_types(type(self)).items():
+            values[name] = parse(hint, values[name], f'{where}.{name}')
         try:
             self.check()
         except UserError as error:
@@ -101,25 +100,25 @@ def _read_hints(cls: Any) -> Mapping[str, Any]:
 
 
 #: Returns the type of each field of a record class, by name.
-hints: Callable[[Any], Mapping[str, Any]] = functools.cache(_read_hints)
+field_types: Callable[[Any], Mapping[str, Any]] = functools.cache(_read_hints)
 
 
 def field_type(cls: Any, name: str, where: str) -> Any:
     """Returns the type of a field. Raises UserError with the most similar name if it is unknown."""
-    fields = hints(cls)
+    fields = field_types(cls)
     if name not in fields:
-        raise UserError(f'{where}.{name}: no such field; {nearest(name, fields)}')
+        raise UserError(f'{where}.{name}: no such field; {closest(name, fields)}')
     return fields[name]
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def closest(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: a similar known name, or known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known[:60]) or "none"}'
 
 
-def alternatives(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """Returns the members of a union type; a tuple of the type itself for other types."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
@@ -135,13 +134,13 @@ def to_dict(record: Any) -> dict[str, Any]:
 
     If a field may hold records of several classes, its dict has the class name under `kind`.
     """
-    fields = hints(type(record)).items()
+    fields = field_types(type(record)).items()
     return {name: _to_plain(getattr(record, name), hint) for name, hint in fields}
 
 
 def _to_plain(value: Any, hint: Any) -> Any:
     if isinstance(value, Record):
-        several = len(record_types(alternatives(hint))) > 1
+        several = len(record_types(union_members(hint))) > 1
         return ({'kind': type(value).__name__} if several else {}) | to_dict(value)
     if isinstance(value, tuple | list):
         return [_to_plain(item, type(item)) for item in value]
@@ -159,7 +158,7 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     """
     fields = {}
     for name, value in values.items():  # the new record copies the records in its fields
-        fields[name] = read(field_type(cls, name, where), value, f'{where}.{name}', copies=False)
+        fields[name] = parse(field_type(cls, name, where), value, f'{where}.{name}', copies=False)
     try:
         return cls(**fields)
     except TypeError as error:  # a field without a default is missing
@@ -168,7 +167,7 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
         raise UserError(f'{where}{str(error).removeprefix(cls.__name__)}') from error
 
 
-def checked(record: R, *, where: str) -> R:
+def validated(record: R, *, where: str) -> R:
     """Returns a validated copy of a record and of all records in it."""
     return from_dict(type(record), vars(record), where=where)
 
@@ -178,7 +177,7 @@ def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
 
     Raises UserError for an unknown field or an impossible value.
     """
-    copy = checked(record, where=where)
+    copy = validated(record, where=where)
     for path, value in values.items():
         *parents, name = path.split('.')
         holder: Any = copy
@@ -186,7 +185,7 @@ def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
             holder = getattr(holder, parent, None)
         require(isinstance(holder, Record), f'{where}.{path}: no such field')
         holder.override(name, value)
-    return checked(copy, where=where)
+    return validated(copy, where=where)
 
 
 def differences(old: Any, new: Any, where: str = '') -> list[str]:
@@ -201,7 +200,7 @@ def differences(old: Any, new: Any, where: str = '') -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Elsewhere:
+class UnresolvedFunction:
     """Stands for a function that was stored in JSON, where only its name is kept."""
 
     name: str  # MODULE:NAME
@@ -214,19 +213,19 @@ def text_of(value: str | Callable[..., Any]) -> str:
     """Returns the name MODULE:NAME of a function; returns a string unchanged."""
     if isinstance(value, str):
         return value
-    if isinstance(value, Elsewhere):
+    if isinstance(value, UnresolvedFunction):
         return value.name
     owner = value if hasattr(value, '__qualname__') else type(value)
     return f'{owner.__module__}:{owner.__qualname__}'
 
 
-def read(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
+def parse(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
     """Parses the value of a field of this type from a Python or JSON value.
 
     A record is returned as a validated copy, or unchanged if `copies` is False. Raises UserError,
     whose message begins with `where`, if the value has another type.
     """
-    options = alternatives(hint)
+    options = union_members(hint)
     kinds = record_types(options)
     is_name = isinstance(value, dict) and [*value] == ['function']
     if isinstance(value, dict) and kinds and not is_name:
@@ -242,28 +241,28 @@ def read(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
             items = (items[0],) * len(value) if items[-1] is Ellipsis else items
             require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {option}')
             pairs = enumerate(zip(items, value, strict=True))
-            return tuple(read(item, each, f'{where}[{i}]') for i, (item, each) in pairs)
+            return tuple(parse(item, each, f'{where}[{i}]') for i, (item, each) in pairs)
         if origin is dict and isinstance(value, dict):
             key, item = items
-            return {read(key, k, where): read(item, v, f'{where}.{k}') for k, v in value.items()}
+            return {parse(key, k, where): parse(item, v, f'{where}.{k}') for k, v in value.items()}
         if option is float and type(value) is int:
             return float(value)
         if option is Any or type(value) is option:  # NoneType too
             is_record = isinstance(value, Record)
-            return checked(value, where=where) if is_record and copies else value
+            return validated(value, where=where) if is_record and copies else value
         if origin is Literal and type(value) in map(type, items) and value in items:
             return value
         if origin is Callable and (is_name or callable(value)):
-            return Elsewhere(value['function']) if is_name else value
-    raise UserError(f'{where}={value!r}: expected {type_text(hint)}')
+            return UnresolvedFunction(value['function']) if is_name else value
+    raise UserError(f'{where}={value!r}: expected {format_type(hint)}')
 
 
-def type_text(hint: Any) -> str:
+def format_type(hint: Any) -> str:
     """Formats a type as messages and help show it, such as `cls|gap or none`."""
     if hint is type(None):
         return 'none'
-    if len(options := alternatives(hint)) > 1:
-        return ' or '.join(map(type_text, options))
+    if len(options := union_members(hint)) > 1:
+        return ' or '.join(map(format_type, options))
     origin = typing.get_origin(hint)
     if origin is Literal:
         return '|'.join(map(str, typing.get_args(hint)))

@@ -20,14 +20,14 @@ from typing import IO, Any, TypeAlias
 
 from etils import epath
 
-from vit_jax.base.errors import MissingFile, UnusableDisk, UserError, one_line, shown_url
+from vit_jax.base.errors import MissingFile, StorageError, UserError, format_error, redact_url
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
 # Orbax and tensorstore misread glob patterns, backslashes, non-UTF-8 bytes, `x:/` and /gs/.
-_MISREAD = re.compile(r'[][*?\\\ud800-\udfff]|:(/|$)|^/(gs|s3)(/|$)')
+_UNSAFE_FOR_ORBAX = re.compile(r'[][*?\\\ud800-\udfff]|:(/|$)|^/(gs|s3)(/|$)')
 # Paths that orbax and fsspec do not interpret as a glob pattern or as a URL with a query.
-_ON_BUCKET = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
+_BUCKET_PATH = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
 _PARTIAL = '.partial'  # suffix of a file that is being written
 # The file system does not support the operation.
 _NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK
@@ -38,7 +38,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return '://' in os.fspath(path)
 
 
-def folder(path: str | os.PathLike[str]) -> Path:
+def resolve_folder(path: str | os.PathLike[str]) -> Path:
     """Returns a folder as a path, absolute on a disk, or an epath.Path on a bucket.
 
     Raises UserError if the URL is not supported, or if gcsfs is not installed.
@@ -46,9 +46,9 @@ def folder(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not is_remote(text):
         return pathlib.Path(text).absolute()
-    if not _ON_BUCKET.fullmatch(text):
+    if not _BUCKET_PATH.fullmatch(text):
         expected = 'expected a folder on a disk, or gs://BUCKET/FOLDER without any of ?#[]*'
-        raise UserError(f'{shown_url(text)}: {expected}')
+        raise UserError(f'{redact_url(text)}: {expected}')
     if importlib.util.find_spec('gcsfs') is None:
         raise UserError(f"{text}: gcsfs is not installed; run pip install 'vit_jax[gs]'")
     import fsspec.config
@@ -62,7 +62,7 @@ def folder(path: str | os.PathLike[str]) -> Path:
 def make_folder(path: str | os.PathLike[str]) -> None:
     """Creates a folder and its parents on a disk; does nothing on a bucket, which has no folders.
 
-    Raises UnusableDisk if the folder cannot be created.
+    Raises StorageError if the folder cannot be created.
     """
     if not is_remote(path):
         with usable(path):
@@ -70,9 +70,9 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 @contextlib.contextmanager
-def named_plainly(folder: Path) -> Iterator[epath.Path]:
+def orbax_safe_path(folder: Path) -> Iterator[epath.Path]:
     """Yields a path of an existing folder that orbax does not misread: its own, or a symlink."""
-    if is_remote(folder) or not _MISREAD.search(os.fspath(folder)):
+    if is_remote(folder) or not _UNSAFE_FOR_ORBAX.search(os.fspath(folder)):
         yield epath.Path(folder)
         return
     with tempfile.TemporaryDirectory() as links:
@@ -99,18 +99,18 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
         raise
     except Exception as error:
         if is_remote(str(name)):  # the clients of buckets raise many exception types
-            raise UnusableDisk(f'{name}: {one_line(error)}') from error
+            raise StorageError(f'{name}: {format_error(error)}') from error
         if isinstance(error, OSError):
-            kind = MissingFile if isinstance(error, FileNotFoundError) else UnusableDisk
+            kind = MissingFile if isinstance(error, FileNotFoundError) else StorageError
             place = str(error.filename or name).removesuffix(_PARTIAL)
             raise kind(f'{place}: {error.strerror or error}{ending}') from error
         if not expected:
             raise
-        why = f'{type(error).__name__}: {one_line(error)}'
+        why = f'{type(error).__name__}: {format_error(error)}'
         raise UserError(f'{name}: cannot be used ({why}){ending}') from error
 
 
-def require_kept(file: Path) -> None:
+def require_exists(file: Path) -> None:
     """Raises MissingFile if a file that a run has written to a disk no longer exists."""
     if not is_remote(file) and not file.exists():
         gone = f'workdir {file.parent}: {file.name} was removed or renamed during the run'
@@ -124,7 +124,7 @@ def atomic_write(path: Path) -> Iterator[pathlib.Path]:
     On a disk, the file is synced before the context exits.
 
     Raises:
-      UnusableDisk or MissingFile: If the file cannot be written.
+      StorageError or MissingFile: If the file cannot be written.
       UserError: If `path` exists and is not a file.
     """
     if is_remote(path):
@@ -164,7 +164,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def locked(file: IO[Any]) -> bool:
+def try_lock(file: IO[Any]) -> bool:
     """Tries to lock a file until it is closed; returns False if another process has locked it.
 
     Logs a warning and returns True if the file system does not support locks.
@@ -216,7 +216,7 @@ def bucket_and_name(path: Path) -> tuple[Any, str]:
     return storage.Client(project=None).bucket(bucket), name  # only buckets need a project
 
 
-def digest_of(size: int, crc32c: str) -> str:
+def format_digest(size: int, crc32c: str) -> str:
     """Formats the digest of a file, which is the same on a disk and on a bucket."""
     return f'{size} bytes, CRC-32C {crc32c}'
 
@@ -230,13 +230,13 @@ def read_digests(folder: Path) -> dict[str, str]:
         bucket, name = bucket_and_name(folder)
         blobs = bucket.list_blobs(prefix=f'{name}/')
         return {
-            blob.name.removeprefix(f'{name}/'): digest_of(blob.size, blob.crc32c)
+            blob.name.removeprefix(f'{name}/'): format_digest(blob.size, blob.crc32c)
             for blob in blobs
             if not blob.name.endswith('/')
         }
 
 
-def move(source: Path, target: Path) -> None:
+def move_bucket_folder(source: Path, target: Path) -> None:
     """Moves a folder on a bucket, object by object."""
     with usable(source):
         (bucket, name), (_, place) = bucket_and_name(source), bucket_and_name(target)
@@ -244,10 +244,10 @@ def move(source: Path, target: Path) -> None:
             bucket.rename_blob(blob, place + blob.name.removeprefix(name))
 
 
-def require_usable(folder: Path) -> None:
+def require_writable_bucket(folder: Path) -> None:
     """Checks that objects can be written, read, listed and deleted in a folder on a bucket.
 
-    Raises UnusableDisk with Google's message about a missing bucket, credential or permission.
+    Raises StorageError with Google's message about a missing bucket, credential or permission.
     """
     with usable(folder):
         bucket, name = bucket_and_name(folder / f'.probe-{uuid.uuid4()}')

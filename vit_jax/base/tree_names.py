@@ -9,24 +9,24 @@ import jax
 from vit_jax.base.errors import UserError, refuse
 
 
-def name_of(path: tuple[Any, ...]) -> str:
+def leaf_name(path: tuple[Any, ...]) -> str:
     """Converts jax's path of a leaf to its name, joined by `/`."""
     return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Returns all leaves by name, in the order of the tree."""
-    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Works like `jax.tree.map`, but calls the function with the leaf's name first."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: function(name_of(path), *leaves), tree, *rest
+        lambda path, *leaves: function(leaf_name(path), *leaves), tree, *rest
     )
 
 
-def mask_of(tree: Any, pattern: str) -> Any:
+def match_mask(tree: Any, pattern: str) -> Any:
     """Returns a tree of booleans: True if the regular expression matches the leaf's whole name.
 
     Raises UserError if it matches no leaf, because then it is a typo.
@@ -38,7 +38,7 @@ def mask_of(tree: Any, pattern: str) -> Any:
     return result
 
 
-def compare_names(found: Mapping[str, Any], expected: Mapping[str, Any], *, where: str) -> None:
+def compare_leaves(found: Mapping[str, Any], expected: Mapping[str, Any], *, where: str) -> None:
     """Raises UserError that lists missing, extra and wrong leaves of `found` (dtype or shape)."""
     have = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in found.items()}
     want = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in expected.items()}

@@ -39,7 +39,7 @@ class Card(Record):
         return self.loss == 'contrastive' and self.model.num_classes is not None
 
     @property
-    def regresses(self) -> bool:
+    def is_regression(self) -> bool:
         """Whether the head is a regression: stated, or one output without a stated loss."""
         return self.loss == 'regression' or self.loss is None and self.model.num_classes == 1
 

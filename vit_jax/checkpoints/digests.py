@@ -15,18 +15,18 @@ import time
 import google_crc32c
 from etils import epath
 
-from vit_jax.base import Path, UnusableDisk, UserError, storage, sync, usable, write_json
+from vit_jax.base import Path, StorageError, UserError, storage, sync, usable, write_json
 
 FILE, CARD = 'digests.json', 'card.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
 PARTIAL = '.partial-'  # starts the name of a checkpoint on a disk while it is written or removed
 
 
-class Damaged(UserError):
+class DamagedCheckpoint(UserError):
     """A checkpoint whose files are not as they were written."""
 
 
-def steps(folder: Path) -> list[int]:
+def list_steps(folder: Path) -> list[int]:
     """Lists the steps with a checkpoint, the newest first."""
     with usable(folder):
         # On a bucket an incomplete checkpoint has its name already.
@@ -49,7 +49,7 @@ def is_complete(folder: Path) -> bool:
 def write_digests(folder: Path) -> None:
     """Completes a checkpoint, after its files are on the disk.
 
-    Raises UnusableDisk if orbax has lost the arrays of an item, which its manifest lists.
+    Raises StorageError if orbax has lost the arrays of an item, which its manifest lists.
     """
     if not storage.is_remote(folder):
         with usable(folder):
@@ -59,7 +59,7 @@ def write_digests(folder: Path) -> None:
     for name in files:
         manifest = name.replace('/_METADATA', '/manifest.ocdbt')
         if manifest not in files:
-            raise UnusableDisk(f'{folder}: {manifest} is missing: arrays cannot be read')
+            raise StorageError(f'{folder}: {manifest} is missing: arrays cannot be read')
     write_json(folder / FILE, files)
 
 
@@ -68,7 +68,7 @@ def verify_digests(folder: Path) -> None:
 
     Raises:
       Damaged: If a file has changed; the message names up to three.
-      UnusableDisk: If a file cannot be read, which is no damage.
+      StorageError: If a file cannot be read, which is no damage.
     """
     with usable(folder / FILE):
         text = (folder / FILE).read_bytes() if is_complete(folder) else b''
@@ -80,7 +80,7 @@ def verify_digests(folder: Path) -> None:
     wrong = sorted(name for name in written if written[name] != found.get(name))
     if wrong or not written:
         names = ', '.join(wrong[:3]) or FILE
-        raise Damaged(f'checkpoint {folder}: damaged since it was written: {names}')
+        raise DamagedCheckpoint(f'checkpoint {folder}: damaged since it was written: {names}')
 
 
 def _digests(folder: Path) -> dict[str, str]:
@@ -89,7 +89,7 @@ def _digests(folder: Path) -> dict[str, str]:
         return storage.read_digests(folder)
     with usable(folder):
         return {
-            str(path.relative_to(folder)): storage.digest_of(path.stat().st_size, crc32c(path))
+            str(path.relative_to(folder)): storage.format_digest(path.stat().st_size, crc32c(path))
             for path in sorted(folder.rglob('*'))
             if path.is_file()
         }
@@ -104,7 +104,7 @@ def crc32c(path: pathlib.Path) -> str:
     return base64.b64encode(checksum.digest()).decode()
 
 
-def remove(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Removes a checkpoint, which is none from the first moment on; warns if that fails."""
     try:
         if storage.is_remote(folder):
@@ -126,7 +126,7 @@ def remove_partial(folder: Path) -> None:
         else:
             partial = list(folder.glob(f'{PARTIAL}*'))
     for path in partial:
-        remove(path)
+        remove_checkpoint(path)
 
 
 def quarantine(folder: Path) -> Path:
@@ -134,7 +134,7 @@ def quarantine(folder: Path) -> Path:
     place = folder.parent / DAMAGED / f'{folder.name}-{time.time_ns()}'
     with usable(place):
         if storage.is_remote(folder):
-            storage.move(folder, place)
+            storage.move_bucket_folder(folder, place)
         else:
             place.parent.mkdir(exist_ok=True)
             folder.rename(place)

@@ -114,7 +114,7 @@ FILES = _files()  # by name
 def find(name: str) -> Published:
     """Returns the file of a short name. Raises MissingFile if it is not in the table."""
     if name not in FILES:
-        raise MissingFile(f'no such file; {records.nearest(name, FILES)}; see `vit_jax augreg`')
+        raise MissingFile(f'no such file; {records.closest(name, FILES)}; see `vit_jax augreg`')
     return FILES[name]
 
 
@@ -146,12 +146,12 @@ def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
     # A file of `R50+L/32`, or `R50+ViT-L_32`, starts with `R50_L_32-`.
     stem = variant.replace('ViT-', '').replace('/', '_').replace('+', '_')
     stems = {row.filename.split('-')[0] for row in rows}
-    require(stem in stems, f'no variant {variant!r} in the index; {records.nearest(stem, stems)}')
+    require(stem in stems, f'no variant {variant!r} in the index; {records.closest(stem, stems)}')
     chosen = {row.filename: row for row in rows if row.filename.split('-')[0] == stem}
     return sorted(chosen.values(), key=lambda row: row.final_val, reverse=True)
 
 
-def pick(rows: Sequence[Row], variant: str) -> Row:
+def pick_checkpoint(rows: Sequence[Row], variant: str) -> Row:
     """Returns the published choice for a variant: the best one on ImageNet-21k's validation set."""
     candidates = [row for row in list_variant(rows, variant) if row.ds == 'i21k']
     # Of equals the last, as in the published code.

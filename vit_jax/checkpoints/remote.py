@@ -19,8 +19,8 @@ import re
 import sys
 from typing import NamedTuple
 
-from vit_jax.base import MissingFile, UnusableDisk, UserError, require
-from vit_jax.base.errors import one_line, shown_url
+from vit_jax.base import MissingFile, StorageError, UserError, require
+from vit_jax.base.errors import format_error, redact_url
 from vit_jax.checkpoints import published
 from vit_jax.checkpoints.formats.array_files import DESCRIPTIONS, ENDINGS, INDEX, WEIGHTS
 
@@ -51,10 +51,10 @@ def is_remote_name(name: str) -> bool:
 
 def shown(name: str) -> str:
     """Returns the name without the user and the query of a URL, which may be secrets."""
-    return shown_url(name) if is_remote_name(name) else name
+    return redact_url(name) if is_remote_name(name) else name
 
 
-def as_path(name: str) -> str:
+def to_path(name: str) -> str:
     """Returns the name as a path: without a digest, and a published name as one word."""
     is_short = name in published.FILES
     return re.sub('[:/]', '-', name) if is_short else shown(name).partition('#sha256=')[0]
@@ -92,7 +92,7 @@ def _download_published(name: str) -> Local:
     file = published.find(name)
     try:
         return local(file.address)
-    except UnusableDisk:
+    except StorageError:
         raise
     except UserError as error:
         if file.copy is None:
@@ -110,7 +110,7 @@ def _download_repository(repository: str, revision: str | None) -> Local:
         from huggingface_hub import constants, snapshot_download
     except ImportError as error:
         raise UserError("the hub needs its client: pip install 'vit_jax[hub]'") from error
-    url = shown_url(f'{constants.ENDPOINT}/{repository}')
+    url = redact_url(f'{constants.ENDPOINT}/{repository}')
     for file in WEIGHTS:  # the first one that the repository has
         stem, _, ending = file.partition('.')
         weights = [file, f'{file}{INDEX}', f'{stem}-*-of-*.{ending}']
@@ -118,7 +118,7 @@ def _download_repository(repository: str, revision: str | None) -> Local:
         try:
             place = snapshot_download(repository, revision=revision, allow_patterns=patterns)
         except Exception as error:  # the client raises many kinds
-            raise UserError(f'{url}: {one_line(error)}') from error
+            raise UserError(f'{url}: {format_error(error)}') from error
         folder = pathlib.Path(place)
         revision = folder.name  # the same commit for all kinds of weights: a branch may move
         if paths := sorted(path for pattern in weights for path in folder.glob(pattern)):
@@ -145,7 +145,7 @@ def _download_file(match: re.Match[str]) -> Local:
     """Downloads the file of a match of _FILE."""
     path, digest = fetch(match['address'] + (match['query'] or ''), match['sha256'])
     subtree = f':{match["subtree"]}' if match['subtree'] else ''
-    origin = shown_url(_public_url(match['address'])), f'SHA-256 {digest}'
+    origin = redact_url(_public_url(match['address'])), f'SHA-256 {digest}'
     return Local(f'{path}{subtree}', origin)
 
 
@@ -155,13 +155,13 @@ def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     A cached file is compared with `sha256` if that is given, and downloaded again if it differs.
 
     Raises:
-      UnusableDisk: If the cache cannot be written.
+      StorageError: If the cache cannot be written.
       UserError: If the download fails.
     """
     import pooch  # takes a while, and is needed for downloads only
     import requests
 
-    url, shown = _public_url(url), shown_url(_public_url(url))
+    url, shown = _public_url(url), redact_url(_public_url(url))
     path = cached_path(url)
     pooch.get_logger().setLevel('WARNING')
     download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), chunk_size=2**20)
@@ -175,9 +175,9 @@ def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
         raise UserError(f'{shown}: {why}; {advice}') from error
     except OSError as error:
         text = f'{error.filename or path}: {error.strerror or error}'
-        raise UnusableDisk(f'{text}; VIT_JAX_CACHE=DIR sets another cache') from error
+        raise StorageError(f'{text}; VIT_JAX_CACHE=DIR sets another cache') from error
     except ValueError as error:
-        raise UserError(f'{shown}: {one_line(error)}') from error
+        raise UserError(f'{shown}: {format_error(error)}') from error
 
 
 def _public_url(address: str) -> str:
@@ -193,7 +193,7 @@ def _public_url(address: str) -> str:
 
 def cached_path(url: str) -> pathlib.Path:
     """Returns the path in the cache for the file at a URL."""
-    name = shown_url(url).rpartition('/')[2][-200:]  # a disk allows 255 bytes
+    name = redact_url(url).rpartition('/')[2][-200:]  # a disk allows 255 bytes
     return cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
 
 

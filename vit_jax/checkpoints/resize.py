@@ -5,8 +5,8 @@ import numpy as np
 from vit_jax.base import Float, Params, require
 from vit_jax.models import ViTConfig
 from vit_jax.models.config import PositionResize
-from vit_jax.models.model import position_tables
-from vit_jax.models.positions import OF_ONE_GRID
+from vit_jax.models.model import position_table_axes
+from vit_jax.models.positions import FIXED_GRID
 
 Grid = tuple[int, int]  # (rows, columns)
 
@@ -19,9 +19,9 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     if old.grid == new.grid:
         return {}
     text = f'{old.positions} positions of a grid {old.grid} cannot be resized to {new.grid}'
-    require(old.positions not in OF_ONE_GRID, text)
+    require(old.positions not in FIXED_GRID, text)
     resized = {}
-    for name, (has_rows, has_columns) in position_tables(old).items():
+    for name, (has_rows, has_columns) in position_table_axes(old).items():
         before, after = (
             (rows if has_rows else 1, columns if has_columns else 1)
             for rows, columns in (old.grid, new.grid)

@@ -23,12 +23,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax.base import MissingFile, Params, UnusableDisk, UserError, require, storage, tree_names
-from vit_jax.base.errors import one_line
+from vit_jax.base import MissingFile, Params, StorageError, UserError, require, storage, tree_names
+from vit_jax.base.errors import format_error
 from vit_jax.base.storage import Path, make_folder, sync, usable, write_json
 from vit_jax.checkpoints import digests
-from vit_jax.checkpoints.digests import CARD, Damaged, is_complete
-from vit_jax.distributed.sharding_rules import abstract
+from vit_jax.checkpoints.digests import CARD, DamagedCheckpoint, is_complete
+from vit_jax.distributed.sharding_rules import abstract_arrays
 
 FOLDER, PROGRESS = 'checkpoints', 'progress.json'
 Json = dict[str, Any]
@@ -40,7 +40,7 @@ class Checkpoints:
     All processes of a job make one and call the same methods in the same order: each writes the
     arrays that it holds. `save` returns once these are copied from the devices; a thread writes
     the files, gives the checkpoint its name, and removes the oldest one. What goes wrong there is
-    raised by the next `save`, `check` or `wait`, as UnusableDisk (an OSError).
+    raised by the next `save`, `check` or `wait`, as StorageError (an OSError).
 
     A checkpoint is complete when it is on the disk, where a power failure leaves it, together with
     the contents of the files `along` when it was saved. `held` is called before a checkpoint is
@@ -55,7 +55,7 @@ class Checkpoints:
         along: Sequence[Path] = (),
         held: Callable[[], None] = lambda: None,
     ):
-        self._folder = storage.folder(workdir) / FOLDER
+        self._folder = storage.resolve_folder(workdir) / FOLDER
         self._keep, self._along, self._held = keep, along, held
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
@@ -64,11 +64,11 @@ class Checkpoints:
             sync(self._folder.parent)
             digests.remove_partial(self._folder)
         self._resources = contextlib.ExitStack()
-        self._plain = self._resources.enter_context(storage.named_plainly(self._folder))
+        self._plain = self._resources.enter_context(storage.orbax_safe_path(self._folder))
         self._writer = ocp.AsyncCheckpointer(_composite())
         self._resources.callback(self._writer.close)
         #: The step of the newest checkpoint, which may still be being written, until `wait`.
-        self.latest_step = max(digests.steps(self._folder), default=None)
+        self.latest_step = max(digests.list_steps(self._folder), default=None)
 
     def path(self, step: int) -> Path:
         """The folder of the checkpoint of a step."""
@@ -109,8 +109,8 @@ class Checkpoints:
                     sync(path)
                 self._held()
                 _seal(self._partial(step), self.path(step), texts)
-                for old in digests.steps(self._folder)[self._keep :]:
-                    digests.remove(self.path(old))
+                for old in digests.list_steps(self._folder)[self._keep :]:
+                    digests.remove_checkpoint(self.path(old))
         except Exception as error:
             self._error = self._explained(error)
 
@@ -118,21 +118,21 @@ class Checkpoints:
         """Returns an error of writing in few words: orbax and tensorstore raise many lines."""
         if isinstance(error, UserError) and not isinstance(error, OSError):
             return error
-        return UnusableDisk(f'{self._folder}: a checkpoint could not be written: {one_line(error)}')
+        return StorageError(f'{self._folder}: cannot write a checkpoint: {format_error(error)}')
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
         """(params, training, progress) of a step: as `like` and placed by `shardings`, and JSON.
 
         Raises UserError with the names of arrays that were not saved so, and Damaged.
         """
-        params, training = abstract(like, shardings)
+        params, training = abstract_arrays(like, shardings)
         targets = {'params': params, 'training': tree_names.named_leaves(training)}
         reader, restored = _array_handler(), {}
         with _readable(self.path(step)) as folder:
             for item, target in targets.items():
                 saved = reader.metadata(folder / item).tree
                 named = tree_names.named_leaves(saved), tree_names.named_leaves(target)
-                tree_names.compare_names(*named, where=f'checkpoint {self.path(step)}/{item}')
+                tree_names.compare_leaves(*named, where=f'checkpoint {self.path(step)}/{item}')
                 placed = ocp.checkpoint_utils.construct_restore_args(target)
                 arguments = ocp.args.PyTreeRestore(target, placed)
                 restored[item] = reader.restore(folder / item, args=arguments)
@@ -167,7 +167,7 @@ def _seal(partial: Path, final: Path, texts: dict[str, Json]) -> None:
     digests.write_digests(partial)
     if partial != final:
         if is_complete(final):
-            digests.remove(final)
+            digests.remove_checkpoint(final)
         partial.rename(final)
         sync(final.parent)
 
@@ -195,12 +195,12 @@ def quarantine_damaged(workdir: Path) -> list[str]:
     sound, so that nothing is trained again without a word.
     """
     lines: list[str] = []
-    for step in digests.steps(workdir / FOLDER):
+    for step in digests.list_steps(workdir / FOLDER):
         folder = workdir / FOLDER / str(step)
         try:
             digests.verify_digests(folder)
             return lines
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             lines.append(f'{error}; moved to {digests.quarantine(folder)}')
     damaged = workdir / FOLDER / digests.DAMAGED
     advice = f'to train again from step 0, remove {damaged}, or choose another --workdir'
@@ -215,8 +215,8 @@ def checkpoint_folder(path: str) -> Path:
 
     Raises MissingFile if there is none.
     """
-    given = storage.folder(path)
-    of_run = [f / str(step) for f in (given / FOLDER, given) for step in digests.steps(f)]
+    given = storage.resolve_folder(path)
+    of_run = [f / str(step) for f in (given / FOLDER, given) for step in digests.list_steps(f)]
     for folder in [given, *of_run]:
         if is_complete(folder):
             return folder
@@ -260,13 +260,13 @@ def load_params(path: str) -> Params:
 def _readable(folder: Path) -> Iterator[Any]:
     """Yields the folder of a checkpoint as orbax can name it, to read it."""
     try:
-        with storage.named_plainly(folder) as plain:
+        with storage.orbax_safe_path(folder) as plain:
             yield plain
     except UserError:
         raise
     except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
         digests.verify_digests(folder)
-        raise UnusableDisk(f'checkpoint {folder}: cannot be read: {one_line(error)}') from error
+        raise StorageError(f'checkpoint {folder}: cannot be read: {format_error(error)}') from error
 
 
 def save_alone(folder: Path, params: Params, card: Json) -> None:
@@ -283,6 +283,6 @@ def save_alone(folder: Path, params: Params, card: Json) -> None:
     make_folder(final.parent)
     partial = final.with_name(digests.PARTIAL + uuid.uuid4().hex)
     arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))
-    with storage.named_plainly(final.parent) as parent, ocp.Checkpointer(_composite()) as writer:
+    with storage.orbax_safe_path(final.parent) as parent, ocp.Checkpointer(_composite()) as writer:
         writer.save(parent / partial.name, args=arrays)
     _seal(partial, final, {CARD: card})

@@ -11,7 +11,7 @@ import numpy as np
 
 from vit_jax.base import Params, tree_names
 from vit_jax.checkpoints import resize
-from vit_jax.data.sources.base import matched_names
+from vit_jax.data.sources.base import match_names
 from vit_jax.models import ModelConfig, ViTConfig, abstract_params, build
 from vit_jax.models.masked_patches import MASKED
 
@@ -57,7 +57,7 @@ def transfer(
     body = {name: leaf for name, leaf in found.items() if name not in dropped}
     body, report = adapt(body, old=old, new=new)  # a dictionary by whole names is a tree too
     wanted = {name: leaf for name, leaf in expected.items() if name not in {*head, *masked}}
-    tree_names.compare_names(body, wanted, where='start_from')
+    tree_names.compare_leaves(body, wanted, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
     report.insert(0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers')
     if head:
@@ -83,7 +83,7 @@ def _keep_known_classes(
     The head is empty unless the old network knows at least half of the new classes: a few equal
     names may be chance, and a head that is mostly new is better entirely new.
     """
-    columns, same = {name: column for column, name in enumerate(old)}, matched_names(new, old)
+    columns, same = {name: column for column, name in enumerate(old)}, match_names(new, old)
     sources = {column: columns[same[name]] for column, name in enumerate(new) if name in same}
     fits = found.keys() >= fresh.keys() and all(
         found[name].shape == (*leaf.shape[:-1], len(old)) for name, leaf in fresh.items()
@@ -133,7 +133,7 @@ def _change(old: tuple[int, int], new: tuple[int, int]) -> str:
     return f'{old[0]}x{old[1]} to {new[0]}x{new[1]}'
 
 
-def changed(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
+def adapt_and_replace_head(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     """Adapts a model to other images and replaces or removes its head."""
     if new.num_classes == old.num_classes:
         return adapt(params, old=old, new=new)
@@ -143,7 +143,7 @@ def changed(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferre
     return transfer(params, old=old, new=new, fresh=jax.device_get(fresh))
 
 
-def headless(config: ModelConfig) -> ModelConfig:
+def remove_head(config: ModelConfig) -> ModelConfig:
     """Returns the model without any head: its outputs are the features."""
     changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
     if isinstance(config, ViTConfig):
@@ -151,7 +151,7 @@ def headless(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, **changes)
 
 
-def for_task(config: ModelConfig, *, num_classes: int | None) -> ModelConfig:
+def with_linear_head(config: ModelConfig, *, num_classes: int | None) -> ModelConfig:
     """Returns the model to fine-tune: its head is a single linear layer (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
     if isinstance(config, ViTConfig):

@@ -16,23 +16,23 @@ from typing import Any, NoReturn
 
 import jax
 
-from vit_jax.base.errors import UserError, lacks_memory
+from vit_jax.base.errors import UserError, is_out_of_memory
 from vit_jax.base.records import Record
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints.remote import cache
 from vit_jax.cli import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
-from vit_jax.data.image_decoding import MAX_PIXELS, MOST_PIXELS
+from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT
 from vit_jax.distributed import meshes
-from vit_jax.distributed.processes import INTERRUPTED, Job, Launch, joined_job
-from vit_jax.training.loop import NotFinite
+from vit_jax.distributed.processes import INTERRUPTED, Job, Launch, join_job
+from vit_jax.training.loop import NotFiniteError
 
 _LESS_MEMORY = (
     'to use less memory, reduce the batch size (--batch_size, --config.batch_size, '
     '--config.eval_batch_size) or set --config.compute.remat=block or --config.accumulation_steps=2'
 )
 _MAX_COMPILED_BYTES = 4 * 2**30  # of the cache: jax evicts the least recently used programs
-_UNREAD = 141  # exit code after SIGPIPE in a shell: the output is no longer read
+_BROKEN_PIPE = 141  # exit code after SIGPIPE in a shell: the output is no longer read
 
 
 def run(
@@ -51,10 +51,10 @@ def run(
       on_devices: Calls `prepare_devices` before `main`.
     """
     if not only_prints:
-        output.outlive_readers()
+        output.ignore_closed_pipes()
     if hasattr(sys.stdout, 'reconfigure'):  # file names need not be Unicode
         sys.stdout.reconfigure(errors='surrogateescape')
-    output.log_in_lines()
+    output.configure_logging()
     try:
         arguments = parser.parse_args()
         if on_devices:
@@ -62,7 +62,7 @@ def run(
         code = main(arguments)
         print(end='', flush=True)  # raises BrokenPipeError here if stdout is closed
     except BrokenPipeError:
-        os._exit(_UNREAD)
+        os._exit(_BROKEN_PIPE)
     except KeyboardInterrupt as error:
         report(error)
         os._exit(INTERRUPTED)  # does not wait for threads that compile or write
@@ -74,10 +74,10 @@ def run(
 def run_job(
     main: Callable[[argparse.Namespace, Job], int], parser: argparse.ArgumentParser
 ) -> NoReturn:
-    """Runs a program like `run`, in one or several processes (see `add_launch`)."""
+    """Runs a program like `run`, in one or several processes (see `add_launch_flags`)."""
 
     def start(arguments: argparse.Namespace) -> int:
-        with joined_job(launch(arguments), report) as job:
+        with join_job(parse_launch(arguments), report) as job:
             prepare_devices(processes=job.count)
             return main(arguments, job)
 
@@ -90,10 +90,10 @@ def report(error: BaseException) -> int:
     Prints errors that the user can fix on one line, and other errors with a traceback. Prints all
     errors with a traceback if --traceback is set.
     """
-    is_fixable, text = isinstance(error, UserError | NotFinite), str(error)
+    is_fixable, text = isinstance(error, UserError | NotFiniteError), str(error)
     if isinstance(error, KeyboardInterrupt):
         is_fixable, text = True, 'interrupted'
-    if lacks_memory(error):
+    if is_out_of_memory(error):
         is_fixable, text = True, f'{text.splitlines()[0]}; {_LESS_MEMORY}'
     if is_fixable and '--traceback' not in sys.argv:
         # The error should be the last line, not a warning of orbax's background tasks at exit.
@@ -174,7 +174,7 @@ def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_config(
+def add_config_flags(
     parser: argparse.ArgumentParser,
     kind: type[Record] = TrainConfig,
     *,
@@ -207,19 +207,19 @@ def new_job_parser(
       trains: Whether to add the flags of training.
     """
     parser = new_parser(name, description)
-    add_config(parser, required=required)
+    add_config_flags(parser, required=required)
     text = 'resume even if the configuration has changed'
     parser.add_argument('--accept_config_changes', action='store_true', help=text)
     if trains:
         text = 'resume even if the data have changed'
         parser.add_argument('--accept_data_changes', action='store_true', help=text)
         text = 'write a profile of steps N+1 to M to WORKDIR/profile'
-        parser.add_argument('--profile_steps', type=_steps, metavar='N:M', help=text)
-    add_launch(parser)
+        parser.add_argument('--profile_steps', type=_step_range, metavar='N:M', help=text)
+    add_launch_flags(parser)
     return parser
 
 
-def add_launch(parser: argparse.ArgumentParser) -> None:
+def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of jobs with several processes (see docs/multi_host.md)."""
     add = parser.add_argument_group('several hosts (detected in a cluster)').add_argument
     add('--distributed', choices=['auto', 'off'], default='auto', help='off: a single process')
@@ -234,26 +234,26 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         add(f'--{name}', type=float, default=getattr(Launch, name), metavar='S', help=text)
 
 
-def launch(arguments: argparse.Namespace) -> Launch:
-    """Returns the Launch that the arguments of `add_launch` describe."""
+def parse_launch(arguments: argparse.Namespace) -> Launch:
+    """Returns the Launch that the arguments of `add_launch_flags` describe."""
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Launch)}
     return Launch(**values | {'distributed': arguments.distributed == 'auto'})
 
 
-def add_reading(parser: argparse.ArgumentParser) -> None:
+def add_image_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of programs that load a model and run it on images."""
     text = 'images per batch (default: 32)'
-    parser.add_argument('--batch_size', type=positive, default=32, metavar='N', help=text)
+    parser.add_argument('--batch_size', type=positive_int, default=32, metavar='N', help=text)
     text = f'reject images with more pixels (default: {MAX_PIXELS:,})'
     parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)
-    add_overrides(parser)
+    add_checkpoint_flags(parser)
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Adds flags for the arguments of `vit_jax.load` that complete or change a checkpoint."""
     add = parser.add_argument_group('properties that the checkpoint does not state').add_argument
     add('--grid', type=_pair, metavar='H,W', help='grid of the position embeddings, in patches')
-    add('--num_heads', type=positive, metavar='N', help='number of attention heads')
+    add('--num_heads', type=positive_int, metavar='N', help='number of attention heads')
     add('--gelu', choices=['tanh', 'exact', 'quick'], help='formula of the GELU in MLPs')
     add('--layer_norm_epsilon', type=float, metavar='E', help='added to the variance in LayerNorm')
     add('--head', metavar='FILE.py:FUNCTION', help='function that creates the custom head')
@@ -262,15 +262,15 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     add('--patch_size', type=_pair, metavar='H,W', help='in pixels; resizes the patch embedding')
 
 
-def overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of `add_overrides` that are set."""
+def checkpoint_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `add_checkpoint_flags` that are set."""
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
     values['head'] = arguments.head and config_files.load_function(arguments.head)
     return {name: value for name, value in values.items() if value is not None}
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Parses a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f'{text!r}: expected a positive integer')
@@ -285,12 +285,12 @@ def local_path(text: str) -> str:
 
 
 def _pixels(text: str) -> int:
-    if positive(text) > MOST_PIXELS:
-        raise argparse.ArgumentTypeError(f'{text}: expected at most {MOST_PIXELS:,}')
+    if positive_int(text) > MAX_PIXELS_LIMIT:
+        raise argparse.ArgumentTypeError(f'{text}: expected at most {MAX_PIXELS_LIMIT:,}')
     return int(text)
 
 
-def _steps(text: str) -> range:
+def _step_range(text: str) -> range:
     """Parses `10:15`, which stands for steps 11 to 15: the range from state 10 to state 15."""
     first, _, last = text.partition(':')
     if not (re.fullmatch('[0-9]+:[0-9]+', text) and int(first) < int(last)):

@@ -17,7 +17,7 @@ _PACKAGE = pathlib.Path(__file__).parents[1]  # contains configs/ in an installe
 _MODULE = 'config_config'  # module name under which configuration files are executed
 
 
-def read(given: str, kind: type[Any] = TrainConfig) -> Any:
+def read_config_file(given: str, kind: type[Any] = TrainConfig) -> Any:
     """Reads the TrainConfig or Study of FILE.py, FILE.py:ARGUMENT or WORKDIR/config.json.
 
     Raises UserError if the file or its get_config() is missing, or for wrong fields and values.
@@ -26,13 +26,13 @@ def read(given: str, kind: type[Any] = TrainConfig) -> Any:
     file = _find(path)
     if file.suffix == '.json' and not argument:
         return _read_json(file, kind)
-    with _add_line(path, file):
+    with _locate_errors(path, file):
         module = _execute(file)
         require(callable(getattr(module, 'get_config', None)), 'expected a function get_config()')
         config = _call(module, argument)
         text = f'get_config() returned {type(config).__name__}; expected {kind.__name__}'
         require(isinstance(config, kind), text)
-        return records.checked(config, where='config')
+        return records.validated(config, where='config')
 
 
 def load_function(given: str) -> Any:
@@ -40,10 +40,10 @@ def load_function(given: str) -> Any:
     path, _, name = given.rpartition(':')
     file = pathlib.Path(path)
     require(file.is_file(), f'--head={given}: no such file; expected FILE.py:FUNCTION')
-    with _add_line(path, file):
+    with _locate_errors(path, file):
         values = vars(_execute(file))
     functions = [name for name, value in values.items() if callable(value)]
-    unknown = f'--head={given}: no such function; {records.nearest(name, functions)}'
+    unknown = f'--head={given}: no such function; {records.closest(name, functions)}'
     require(name in functions, unknown)
     return values[name]
 
@@ -57,7 +57,7 @@ def _find(path: str) -> pathlib.Path:
     files = sorted({*recipes, *pathlib.Path(path).parent.glob('*.py')})
     close = difflib.get_close_matches(pathlib.Path(path).stem, [file.stem for file in files], n=1)
     similar = ' or '.join(repr(str(file)) for file in files if file.stem in close)
-    hint = f'did you mean {similar}?' if similar else records.nearest(path, map(str, files))
+    hint = f'did you mean {similar}?' if similar else records.closest(path, map(str, files))
     raise MissingFile(f'--config={path}: no such file here or in {_PACKAGE}; {hint}')
 
 
@@ -86,13 +86,13 @@ def _call(module: types.ModuleType, argument: list[str]) -> Any:
         return module.get_config(*argument)
     except Exception as error:
         if argument and arguments and argument[0] not in arguments:
-            nearest = records.nearest(argument[0], arguments)
+            nearest = records.closest(argument[0], arguments)
             raise UserError(f'unknown argument {argument[0]!r}; {nearest}') from error
         raise
 
 
 @contextlib.contextmanager
-def _add_line(path: str, file: pathlib.Path) -> Iterator[None]:
+def _locate_errors(path: str, file: pathlib.Path) -> Iterator[None]:
     """Adds the file and the line to a UserError raised within; other exceptions pass through."""
     try:
         yield

@@ -53,19 +53,19 @@ def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> 
 
     Raises UserError for unknown fields and wrong values.
     """
-    return apply_overrides(config_files.read(file, kind), overrides, where='config')
+    return apply_overrides(config_files.read_config_file(file, kind), overrides, where='config')
 
 
 def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
     """Returns a validated copy of the record with each `FIELD=VALUE` assigned."""
-    record = records.checked(record, where=where)  # a file may use a record in several places
+    record = records.validated(record, where=where)  # a file may use a record in several places
     units: dict[str, str] = {}  # the unit that is set for each Duration
     for override in overrides:
         path, _, text = override.partition('=')
         holder, options = _find_field(record, path, where=where)
         value = _parse(text, options, where=f'{where}.{path}')
         try:
-            value = records.read(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
+            value = records.parse(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
         except UserError as error:
             kinds = [] if isinstance(value, dict) else [*records.record_types(options).values()]
             more = config_help.suggest_field(value, kinds, f'{where}.{path}') if kinds else ''
@@ -78,7 +78,7 @@ def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
             holder.override(name, value)
         else:
             holder[name] = value
-    return records.checked(record, where=where)
+    return records.validated(record, where=where)
 
 
 def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
@@ -90,7 +90,7 @@ def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, 
     for name in path.split('.'):
         holder = value
         kinds = records.record_types(options if holder is None else [type(holder)])
-        fields = dict(hint for kind in kinds.values() for hint in records.hints(kind).items())
+        fields = dict(hint for kind in kinds.values() for hint in records.field_types(kind).items())
         if isinstance(holder, dict):
             fields = {key: type(item) for key, item in holder.items()}
         if name not in fields:
@@ -100,7 +100,7 @@ def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, 
             raise UserError(f'{where}.{name}: no such field; {text}')
         if holder is None:
             raise UserError(f'{where}: not set; set --{where}={" or ".join(kinds)} first')
-        options = records.alternatives(fields[name])
+        options = records.union_members(fields[name])
         value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
         if value is None and Duration in options:
             value = Duration(steps=0)  # until one of its units is assigned

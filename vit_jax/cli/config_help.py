@@ -26,7 +26,7 @@ SYNONYMS = {
     'optimizer.clip_norm': 'grad_clip max_grad_norm',
     'schedule.learning_rate': 'lr',
     'regularization.stochastic_depth': 'drop_path drop_path_rate',
-    'polyak_decay': 'ema ema_decay',
+    'ema_decay': 'ema polyak_decay',
     'eval_every_steps': 'evaluation_strategy',
     'tensorboard': 'wandb',
     'compute.dtype': 'amp mixed_precision',
@@ -38,10 +38,10 @@ SYNONYMS = {
 
 def describe_fields(cls: type[Record]) -> str:
     """Describes type, default and meaning of all fields, with a section for each record."""
-    return '\n\n'.join(_describe_record(kind, paths) for kind, paths in places(cls).items())
+    return '\n\n'.join(_describe_record(kind, paths) for kind, paths in record_paths(cls).items())
 
 
-def comments(cls: type[Record]) -> dict[str, str]:
+def field_comments(cls: type[Record]) -> dict[str, str]:
     """Returns the comments of a record's fields by name, including inherited fields."""
     texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__[:-1]):
@@ -59,8 +59,8 @@ def comments(cls: type[Record]) -> dict[str, str]:
 
 def paths(cls: type[Record]) -> list[str]:
     """Returns the paths of all fields within a record, such as `config.model.depth`."""
-    holders = [(path, kind) for kind, owned in places(cls).items() for path in owned]
-    return [f'{path}.{name}' for path, kind in holders for name in records.hints(kind)]
+    holders = [(path, kind) for kind, owned in record_paths(cls).items() for path in owned]
+    return [f'{path}.{name}' for path, kind in holders for name in records.field_types(kind)]
 
 
 def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
@@ -70,7 +70,7 @@ def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
     without its path, or misspelled.
     """
     if cls is None:
-        return records.nearest(name, known)
+        return records.closest(name, known)
     # Prefers the first of several fields with the same name, and a known name to any field.
     flags = {path.rpartition('.')[2]: f'--{path}' for path in reversed(paths(cls))}
     for field, words in SYNONYMS.items():
@@ -78,7 +78,7 @@ def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
         flags |= dict.fromkeys(words.split(), flag) if flag else {}
     flags |= {one: one for one in known}
     close = difflib.get_close_matches(name, flags, n=1)
-    return f"did you mean '{flags[close[0]]}'?" if close else records.nearest(name, known)
+    return f"did you mean '{flags[close[0]]}'?" if close else records.closest(name, known)
 
 
 def suggest_field(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
@@ -87,20 +87,20 @@ def suggest_field(value: Any, kinds: Sequence[type[Record]], where: str) -> str:
         choices = ' or '.join(f'--{where}={kind.__name__}' for kind in kinds)
         variant = '; in a file, model=vit_jax.models.variant(NAME) sets the architecture'
         return f': {choices}{variant if ViTConfig in kinds else ""}'
-    fields = ', '.join(records.hints(kinds[0]))
+    fields = ', '.join(records.field_types(kinds[0]))
     if kinds[0] is Duration:
         unit = 'fraction' if str(value).startswith('0.') else 'epochs'
         return f', for example --{where}.{unit}={value}; its units: {fields}'
     return f'; its fields, as in --{where}.FIELD=VALUE: {fields}'
 
 
-def places(cls: type[Record]) -> dict[type[Record], list[str]]:
+def record_paths(cls: type[Record]) -> dict[type[Record], list[str]]:
     """Returns the record classes within this one, itself first, and the paths of each."""
     by_kind = {cls: ['config']}
     waiting = [cls]
     for holder in waiting:  # the loop appends to it
-        for name, hint in records.hints(holder).items():
-            for option in records.alternatives(hint):
+        for name, hint in records.field_types(holder).items():
+            for option in records.union_members(hint):
                 of_many = typing.get_origin(option) is dict
                 kinds = records.record_types(typing.get_args(option) if of_many else [option])
                 for kind in kinds.values():
@@ -118,9 +118,9 @@ def _describe_record(kind: Any, paths: list[str]) -> str:
     owners = [owner for owner in kind.__mro__ if issubclass(owner, Record) and owner is not Record]
     meaning = '\n\n'.join(inspect.cleandoc(owner.__doc__ or '') for owner in owners)
     lines += [textwrap.indent(f'{kind.__name__}: {meaning}', '  ')]
-    meant, hints = comments(kind), records.hints(kind)
+    meant, hints = field_comments(kind), records.field_types(kind)
     for field in dataclasses.fields(kind):
-        text = f'    {field.name}: {records.type_text(hints[field.name])}{_format_default(field)}'
+        text = f'    {field.name}: {records.format_type(hints[field.name])}{_format_default(field)}'
         lines.append(f'{text:<44}  {meant.get(field.name, "")}'.rstrip())
     return '\n'.join(lines)
 

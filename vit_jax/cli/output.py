@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 
-class _Outlasting:
+class _ForgivingStream:
     """A text stream that is redirected to /dev/null once writing to it fails."""
 
     def __init__(self, stream: Any):
@@ -29,20 +29,20 @@ class _Outlasting:
         return len(text)
 
 
-def outlive_readers() -> None:
+def ignore_closed_pipes() -> None:
     """Keeps the program running after stdout or stderr is closed, as by `| head -1`."""
     for name in 'stdout', 'stderr':
         stream = getattr(sys, name) or open(os.devnull, 'w')  # None: closed when Python started
-        setattr(sys, name, _Outlasting(stream))
+        setattr(sys, name, _ForgivingStream(stream))
 
 
-def progress(**options: Any) -> Progress:
+def progress_bar(**options: Any) -> Progress:
     """Returns progress bars on stderr, shown only on a terminal."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     return Progress(console=console, disable=not sys.stderr.isatty(), **options)
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escapes control characters, so that a file name cannot move the cursor or add a line."""
     return re.sub('[\x00-\x1f\x7f-\x9f]', lambda match: repr(match[0])[1:-1], text)
 
@@ -50,13 +50,13 @@ def printable(text: str) -> str:
 def report_unreadable(problems: Sequence[str], total: int) -> int:
     """Prints these messages about unreadable images; returns the exit code, 1 if there are any."""
     for problem in sorted(problems):
-        print(f'unreadable: {printable(problem)}', file=sys.stderr)
+        print(f'unreadable: {escape_controls(problem)}', file=sys.stderr)
     if problems:
         print(f'{len(problems):,} of {total:,} images cannot be read; skipped', file=sys.stderr)
     return 1 if problems else 0
 
 
-def log_in_lines() -> None:
+def configure_logging() -> None:
     """Configures logging: warnings are lines on stderr; the program itself reports errors."""
     for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
         logging.addLevelName(level, logging.getLevelName(level).lower())
@@ -64,11 +64,11 @@ def log_in_lines() -> None:
     # orbax logs an error for each array that it cannot write, and also raises the first one.
     for name in 'absl', 'asyncio':
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    logging.getLogger('jax._src.xla_bridge').addFilter(_without_stack)
+    logging.getLogger('jax._src.xla_bridge').addFilter(_drop_traceback)
     logging.getLogger('huggingface_hub').propagate = False  # has its own handler
 
 
-def _without_stack(record: logging.LogRecord) -> bool:
+def _drop_traceback(record: logging.LogRecord) -> bool:
     """Drops the traceback of jax's message about a plugin that it cannot load."""
     record.exc_info = record.exc_text = None
     return True

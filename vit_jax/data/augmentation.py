@@ -32,7 +32,7 @@ from vit_jax.base import Array, Batch, Float, Int, Key, Record, UInt8, require_b
 from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing, Size
 
 # RandAugment's layers and magnitude, and MixUp's alpha ("How to train your ViT?", AugReg).
-AUGREG = {
+AUGREG_LEVELS = {
     'none': (0, 0.0, 0.0),
     'light1': (2, 0.0, 0.0),
     'light2': (2, 10.0, 0.2),
@@ -98,7 +98,7 @@ class Augmentation(Record):
 
 def augreg(level: str) -> Augmentation:
     """Returns the augmentation of an AugReg level: Inception crop, flips, RandAugment and MixUp."""
-    layers, magnitude, mixup = AUGREG[level]
+    layers, magnitude, mixup = AUGREG_LEVELS[level]
     strength = RandAugment(layers=layers, magnitude=magnitude, contrast='pixel_count')
     return Augmentation(crop=InceptionCrop(), flip=True, randaugment=strength, mixup=mixup)
 
@@ -158,7 +158,7 @@ def _augment_image(key: Key[Array, ''], image: Image, config: Augmentation) -> I
         coin = jax.random.bernoulli(jax.random.fold_in(key, _FLIP))
         image = jnp.where(coin, image[:, ::-1], image)
     if config.randaugment.layers:
-        image = randaugment(jax.random.fold_in(key, _RANDAUGMENT), image, config.randaugment)
+        image = apply_randaugment(jax.random.fold_in(key, _RANDAUGMENT), image, config.randaugment)
     if config.erasing:
         image = _erase(jax.random.fold_in(key, _ERASE), image, config.erasing)
     return image
@@ -207,16 +207,16 @@ def _box_mask(corner: Float[Array, '2'], opposite: Float[Array, '2'], size: Size
     return in_rows[:, None] & (columns >= corner[1]) & (columns < opposite[1])
 
 
-def randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image:
+def apply_randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image:
     """Applies `config.layers` randomly drawn operations."""
     for layer in range(config.layers):
         choice, rest = jax.random.split(jax.random.fold_in(key, layer))
         chosen = jax.random.randint(choice, (), 0, len(OPERATIONS))
-        image = operate(rest, image, chosen, magnitude=config.magnitude, contrast=config.contrast)
+        image = apply_op(rest, image, chosen, magnitude=config.magnitude, contrast=config.contrast)
     return image
 
 
-def operate(
+def apply_op(
     key: Key[Array, ''], image: Image, operation: Index, *, magnitude: float, contrast: Contrast
 ) -> Image:
     """Applies the operation with this index in OPERATIONS; the key sets its sign and position."""
@@ -225,7 +225,7 @@ def operate(
     level = magnitude / 10
     factor = 0.1 + 1.8 * level  # of color, contrast, brightness and sharpness; 1: unchanged
     image = _warp(image, operation, sign * magnitude / 10)
-    tables = _make_tables(image, operation, level, factor, contrast)
+    tables = _make_lookup_tables(image, operation, level, factor, contrast)
     image = jnp.stack([tables[c][image[..., c]] for c in range(3)], axis=-1).astype(jnp.uint8)
     return _cut_out(place_key, _blend(image, operation, factor), operation, level)
 
@@ -254,7 +254,7 @@ def _warp(image: Image, operation: Index, level: Float[Array, '']) -> Image:
     return jnp.where(inside[..., None], fetched, jnp.uint8(GRAY))
 
 
-def _make_tables(
+def _make_lookup_tables(
     image: Image, operation: Index, level: float, factor: float, contrast: Contrast
 ) -> Int[Array, '3 256']:
     """Returns a lookup table from old to new values, 0 to 255, for each channel."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Image = UInt8[np.ndarray, '_ _ 3']
 # The default limit: larger than the image of any camera (200 megapixels); 0.8 GB as RGB.
 MAX_PIXELS = 2**28
-MOST_PIXELS = 2**30  # the largest limit that a user may set
+MAX_PIXELS_LIMIT = 2**30  # the largest limit that a user may set
 # Supported formats, by Pillow's names.
 _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF', 'HEIF'
 # Pillow decodes the other formats: OpenCV multiplies the colors of TIFF by alpha, replaces the
@@ -117,7 +117,7 @@ def _describe_damage(kind: str, error: Exception) -> str:
 
 
 @functools.cache
-def formats_by_ending() -> dict[str, str]:
+def formats_by_extension() -> dict[str, str]:
     """Returns the supported formats by file extension, such as `.jpg`."""
     formats = _pillow().registered_extensions()
     return {extension: kind for extension, kind in formats.items() if kind in _FORMATS}
@@ -148,7 +148,7 @@ def decode(
 
         with contextlib.suppress(ValueError):  # Pillow decides whether the image is damaged
             image = simplejpeg.decode_jpeg(stored)
-            return turn_upright(image, read_orientation(stored) if exif_rotation else 1)
+            return apply_orientation(image, read_orientation(stored) if exif_rotation else 1)
     if header.kind in _BY_OPENCV:
         import cv2
 
@@ -175,7 +175,7 @@ def read_orientation(stored: bytes) -> int:
     return 1
 
 
-def turn_upright(image: Image, orientation: int) -> Image:
+def apply_orientation(image: Image, orientation: int) -> Image:
     """Turns an image that is stored in this EXIF orientation upright."""
     import cv2  # takes a tenth of numpy's time
 
@@ -263,7 +263,7 @@ def decode_region(
         part, shape = _as_stored(region, shape, orientation, reduction)
         image = _decode_jpeg_region(stored, part, shape, reduction=reduction, to_end=to_end)
         if image is not None:
-            return turn_upright(image, orientation)
+            return apply_orientation(image, orientation)
     whole = decode(stored, exif_rotation=exif_rotation, max_pixels=max_pixels)
     return cut(whole, region or choose((whole.shape[0], whole.shape[1]))[0])
 

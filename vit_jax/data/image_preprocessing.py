@@ -19,7 +19,7 @@ from vit_jax.data.image_decoding import MAX_PIXELS, Image, Region, cut, decode, 
 ResizeMethod = Literal['bilinear', 'bilinear_antialias', 'bicubic_antialias', 'lanczos_antialias']
 NumpyOrJax = TypeVar('NumpyOrJax', np.ndarray, Array)
 Size = tuple[int, int]
-Sides = tuple[Any, Any]  # a size whose numbers may be traced by jax
+TracedSize = tuple[Any, Any]  # a size whose numbers may be traced by jax
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,9 +30,9 @@ class Resize(Record):
     resize: ResizeMethod = 'bilinear'  # the other methods use antialiasing
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
-        return _resized(image, size, self.resize)
+        return _resize(image, size, self.resize)
 
-    def placement(self, shape: Sides, size: Size) -> tuple[Sides, Sides]:
+    def placement(self, shape: TracedSize, size: Size) -> tuple[TracedSize, TracedSize]:
         """Returns the resized size of an image of this shape, and the top left of the crop."""
         return size, (0, 0)
 
@@ -57,17 +57,17 @@ class CentralCrop(Record):
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         resized, (top, left) = self.placement(image.shape[:2], size)
-        image = _resized(image, resized, self.resize)
+        image = _resize(image, resized, self.resize)
         return image[top : top + size[0], left : left + size[1]]
 
-    def placement(self, shape: Sides, size: Size) -> tuple[Sides, Sides]:
+    def placement(self, shape: TracedSize, size: Size) -> tuple[TracedSize, TracedSize]:
         """Returns the resized size of an image of this shape, and the top left of the crop."""
-        resized = self.larger(shape, size)
+        resized = self.resized_size(shape, size)
         spare = resized[0] - size[0], resized[1] - size[1]
         top, left = (_rounded(n, 2) if self.rounding == 'timm' else n // 2 for n in spare)
         return resized, (top, left)
 
-    def larger(self, old: Sides, size: Size) -> Sides:
+    def resized_size(self, old: TracedSize, size: Size) -> TracedSize:
         """Returns the size to which an image of size `old` is resized before cropping."""
         # `scale` is a quotient such as 256 / 224, so a product may be just below a whole number.
         nearest = self.rounding == 'nearest'
@@ -79,7 +79,7 @@ class CentralCrop(Record):
             height = width = max(min(height, width), *size)
         # timm uses ResizeKeepRatio for sizes that are not square, which rounds to the nearest.
         nearest |= self.rounding == 'timm' and height != width
-        return _covering(old, (height, width), _rounded if nearest else operator.floordiv)
+        return _covering_size(old, (height, width), _rounded if nearest else operator.floordiv)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -97,8 +97,8 @@ class RandomCrop(Record):
         assert rng is not None  # random crops are for training only
         scaled = round(size[0] * self.scale), round(size[1] * self.scale)
         if self.keep_aspect:
-            scaled = _covering(image.shape[:2], scaled, _rounded)
-        image = _resized(image, scaled, 'bilinear')
+            scaled = _covering_size(image.shape[:2], scaled, _rounded)
+        image = _resize(image, scaled, 'bilinear')
         top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
         return image[top : top + size[0], left : left + size[1]]
 
@@ -126,7 +126,7 @@ class InceptionCrop(Record):
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
         assert rng is not None  # random crops are for training only
-        return _resized(cut(image, self.region(image.shape[:2], rng)), size, 'bilinear')
+        return _resize(cut(image, self.region(image.shape[:2], rng)), size, 'bilinear')
 
     def region(self, shape: Size, rng: np.random.Generator) -> Region:
         """Draws the top, left, height and width of a region of an image of this shape.
@@ -219,10 +219,10 @@ def decode_and_crop(
         region = crop.region(shape, rng)
         return region, crop.reduction(region[2:], size)
 
-    return _resized(decode_region(stored, choose, to_end=to_end, **options), size, 'bilinear')
+    return _resize(decode_region(stored, choose, to_end=to_end, **options), size, 'bilinear')
 
 
-def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
+def _resize(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
     if method == 'bilinear':
@@ -235,12 +235,12 @@ def _resized(image: Image, size: Size, method: ResizeMethod) -> Image:
     return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
 
 
-def _covering(shape: Sides, size: Size, divided: Callable[[Any, Any], Any]) -> Sides:
+def _covering_size(shape: TracedSize, size: Size, divided: Callable[[Any, Any], Any]) -> TracedSize:
     """Returns the smallest size with the aspect ratio of `shape` that covers `size`."""
     (height, width), (rows, columns) = shape, size
     return (
-        _larger(rows, divided(columns * height, width)),
-        _larger(columns, divided(rows * width, height)),
+        _max(rows, divided(columns * height, width)),
+        _max(columns, divided(rows * width, height)),
     )
 
 
@@ -250,6 +250,6 @@ def _rounded(number: Any, divisor: Any) -> Any:
     return quotient + (2 * rest + quotient % 2 > divisor)  # rounds a half to the even number
 
 
-def _larger(one: Any, other: Any) -> Any:
+def _max(one: Any, other: Any) -> Any:
     """Computes `max(one, other)` of integers that jax may trace."""
     return one + (other - one) * (other > one)

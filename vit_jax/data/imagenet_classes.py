@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 _FILE = pathlib.Path(__file__).with_suffix('.txt')
 # Matches file names of models that were trained or fine-tuned on ImageNet-1k.
-_SAID = re.compile(r'imagenet[-_]?(2012|1k)(?!\d)|ilsvrc[-_]?2012|[._-]in1k', re.IGNORECASE)
+_NAME_PATTERN = re.compile(r'imagenet[-_]?(2012|1k)(?!\d)|ilsvrc[-_]?2012|[._-]in1k', re.IGNORECASE)
 
 
 @functools.cache
@@ -30,12 +30,12 @@ def names() -> tuple[str, ...]:
     return tuple(_names_by_id().values())
 
 
-def is_said_by(name: str) -> bool:
+def is_in_name(name: str) -> bool:
     """Returns whether a file name says that the model has ImageNet's classes."""
-    return _SAID.search(name) is not None
+    return _NAME_PATTERN.search(name) is not None
 
 
-def are(class_names: Sequence[str]) -> bool:
+def match(class_names: Sequence[str]) -> bool:
     """Returns whether class names are ImageNet's, in this order.
 
     More than half of the names must match, because published lists differ in a few words.

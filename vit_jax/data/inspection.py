@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax.data.image_decoding import decode, formats_by_ending, read_header
+from vit_jax.data.image_decoding import decode, formats_by_extension, read_header
 from vit_jax.data.loading import ImageReader
 
 
-class Known(NamedTuple):
+class ImageInfo(NamedTuple):
     """A readable image: the digest of its bytes, class names, format and (height, width)."""
 
     digest: bytes
@@ -25,7 +25,7 @@ class Known(NamedTuple):
 
 
 @dataclasses.dataclass
-class Scan:
+class SplitReport:
     """Summary of the images of a split, as vit_jax.inspect_data writes it to data.json."""
 
     images: int
@@ -44,8 +44,8 @@ def scan(
     pool: futures.Executor,
     done: Callable[[int], None],
     *,
-    known: dict[str, Known],
-) -> Scan:
+    known: dict[str, ImageInfo],
+) -> SplitReport:
     """Reads, decodes and crops every image of a source once.
 
     Args:
@@ -55,7 +55,7 @@ def scan(
       known: The images of earlier scans by name, to find duplicates; this scan adds its images.
     """
     source = reader.source
-    result = Scan(len(source), dict.fromkeys(source.class_names, 0))
+    result = SplitReport(len(source), dict.fromkeys(source.class_names, 0))
     formats, sizes = collections.Counter[str](), list[tuple[int, int]]()
     name_by_digest = {one.digest: name for name, one in reversed(known.items())}
     names = source.read_names(range(len(source)))
@@ -77,7 +77,7 @@ def scan(
         formats[image.format] += 1
         sizes.append(image.size)
         extension = os.path.splitext(name)[1].lower()
-        if image.format not in ('array', formats_by_ending().get(extension, image.format)):
+        if image.format not in ('array', formats_by_extension().get(extension, image.format)):
             result.misnamed.append(f'{name}: {image.format}')
     result.formats = dict(formats.most_common())
     if sizes:
@@ -86,7 +86,7 @@ def scan(
     return result
 
 
-def _examine(reader: ImageReader, index: int) -> Known | str:
+def _examine(reader: ImageReader, index: int) -> ImageInfo | str:
     """Returns the properties of an image, or the reason why it is unreadable."""
     source, most = reader.source, reader.max_pixels
     try:
@@ -96,7 +96,7 @@ def _examine(reader: ImageReader, index: int) -> Known | str:
     except (ValueError, OSError) as error:
         return getattr(error, 'strerror', None) or str(error)
     numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
-    return Known(
+    return ImageInfo(
         classes=[source.class_names[n] for n in numbers if source.class_names],
         format='array' if isinstance(stored, np.ndarray) else read_header(stored, most).kind,
         size=(pixels.shape[0], pixels.shape[1]),

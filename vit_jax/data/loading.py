@@ -23,13 +23,13 @@ import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
-from vit_jax.data.image_decoding import MAX_PIXELS, MOST_PIXELS
+from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT
 from vit_jax.data.image_preprocessing import Crop, Preprocessing, Size, decode_and_crop
 from vit_jax.data.sources.base import Label, Source
-from vit_jax.distributed.meshes import MeshConfig, batch_sharding, make_mesh, put, rows_here
+from vit_jax.distributed.meshes import MeshConfig, batch_sharding, local_rows, make_mesh, put
 
 OnUnreadable = Literal['error', 'skip']
-_SKIPPED = '--config.loader.on_unreadable=skip skips unreadable images'
+_SKIP_HINT = '--config.loader.on_unreadable=skip skips unreadable images'
 _ROWS = 4  # rows that a thread reads at a time: few, so that all threads finish together
 
 
@@ -59,7 +59,7 @@ class ImageReader:
 
         Raises UserError for an unreadable image; masks it instead if on_unreadable is 'skip'.
         """
-        batch = _describe(refs)
+        batch = _describe_examples(refs)
         images = _aligned_zeros((len(refs), *self.size, 3))
         labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
 
@@ -71,7 +71,7 @@ class ImageReader:
                     images[row], labels[row] = self.example(ref)
                 except UserError as error:
                     if self.on_unreadable != 'skip':
-                        raise UserError(f'{error} ({_SKIPPED})') from error
+                        raise UserError(f'{error} ({_SKIP_HINT})') from error
                     batch['mask'][row] = False
                     if self.on_skipped is not None:
                         self.on_skipped(str(error))
@@ -101,7 +101,7 @@ class ImageReader:
             raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
 
 
-def reader_for(
+def make_reader(
     source: Source, preprocessing: Preprocessing, size: Size, **options: Any
 ) -> ImageReader:
     """Makes a reader for a model with this preprocessing and image size."""
@@ -123,7 +123,7 @@ def make_warning(*, shown: int = 5) -> Callable[[str], None]:
     return warn
 
 
-def _describe(refs: Sequence[ExampleRef | None]) -> Batch:
+def _describe_examples(refs: Sequence[ExampleRef | None]) -> Batch:
     """Returns the arrays `epoch`, `example` and `mask` of a batch; all are 0 for padding."""
     return {
         'epoch': np.array([ref.epoch if ref else 0 for ref in refs], np.int32),
@@ -140,7 +140,7 @@ def _aligned_zeros(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
     return memory[start : start + size].reshape(shape)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Returns the number of CPU cores that this process may use."""
     allowed = getattr(os, 'sched_getaffinity', None)  # not on macOS and Windows
     return len(allowed(0)) if allowed else os.cpu_count() or 1
@@ -164,7 +164,7 @@ class LoaderConfig(Record):
     max_pixels: int = MAX_PIXELS  # largest stored height x width
 
     def check(self) -> None:
-        require_between(self, 'max_pixels', low=1, high=MOST_PIXELS)
+        require_between(self, 'max_pixels', low=1, high=MAX_PIXELS_LIMIT)
         require_between(self, 'device_mb', low=0)
         require_between(self, 'threads', low=1)
 
@@ -185,7 +185,7 @@ def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int
 Sampler = Callable[[int], ExampleRef | None]  # maps a position in the example stream to an example
 
 
-def shuffled(count: int, *, seed: int) -> Sampler:
+def shuffled_sampler(count: int, *, seed: int) -> Sampler:
     """Returns a sampler of an endless stream that shuffles all examples anew in each epoch."""
     import grain  # takes a quarter of a second, and not all programs read batches
 
@@ -221,7 +221,7 @@ def make_loader(
     cv2.setNumThreads(1)  # the pool's threads suffice, because OpenCV releases the GIL
     config = config or LoaderConfig()
     sharding = sharding or batch_sharding(make_mesh(MeshConfig()))
-    pool = futures.ThreadPoolExecutor(config.threads or cores())
+    pool = futures.ThreadPoolExecutor(config.threads or count_cores())
     fits = len(reader.source) * math.prod(reader.size) * 3 / 2**20 <= config.device_mb
     if reader.crop.random:
         wrong = f'placement=device does not support {type(reader.crop).__name__}'
@@ -258,7 +258,7 @@ def _keep_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
         refs = refs | {'mask': batch['mask'] & refs['mask']}
         return jax.lax.with_sharding_constraint(batch | refs, sharding)
 
-    return Loader(reader.source, _describe, functools.partial(gather, stored), sharding)
+    return Loader(reader.source, _describe_examples, functools.partial(gather, stored), sharding)
 
 
 def host_batches(
@@ -277,7 +277,7 @@ def host_batches(
 
 def batches(loader: Loader, sampler: Sampler, *, steps: range, batch_size: int) -> Iterator[Batch]:
     """Yields the global batches of these steps on the devices."""
-    rows = rows_here(loader.sharding, batch_size)
+    rows = local_rows(loader.sharding, batch_size)
     for local in host_batches(loader, sampler, steps=steps, rows=rows, batch_size=batch_size):
         shapes = {name: (batch_size, *x.shape[1:]) for name, x in local.items()}
         yield loader.place(jax.make_array_from_process_local_data(loader.sharding, local, shapes))
@@ -287,7 +287,7 @@ def training_batches(
     loader: Loader, *, steps: range, batch_size: int, seed: int
 ) -> Iterator[Batch]:
     """Yields batches of shuffled examples. Batch n does not depend on the first step of `steps`."""
-    sampler = shuffled(len(loader.source), seed=seed)
+    sampler = shuffled_sampler(len(loader.source), seed=seed)
     return batches(loader, sampler, steps=steps, batch_size=batch_size)
 
 

@@ -71,8 +71,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     needed = f'a multiple of {fixed}' if -1 in requested else fixed
     wrong = f'mesh: {_text(requested)} needs {needed} devices; found {count}'
     require(math.prod(sizes) == count, f'{wrong}; possible sizes of an axis: {divisors}')
-    ordered = sorted(devices, key=slice_of)
-    slices = [[*part] for _, part in itertools.groupby(ordered, slice_of)]
+    ordered = sorted(devices, key=slice_index)
+    slices = [[*part] for _, part in itertools.groupby(ordered, slice_index)]
     wrong = f'mesh: data={data}; expected a multiple of {len(slices)}, the number of TPU slices'
     require(data % len(slices) == 0, wrong)
     within = data // len(slices), *others
@@ -88,7 +88,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def slice_of(device: jax.Device) -> int:
+def slice_index(device: jax.Device) -> int:
     """Returns the index of a device's TPU slice; 0 for other devices.
 
     Connections within a slice are faster than between slices.
@@ -110,10 +110,11 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(('data', 'fsdp')))
 
 
-def traced_on(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+def with_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function for `jax.jit` so that it is traced with this mesh in jax's context.
 
-    Its arguments must be on the devices of the mesh. models/on_mesh.py reads the context.
+    Its arguments must be on the devices of the mesh. models/activation_sharding.py reads the
+    context.
     """
 
     @functools.wraps(function)
@@ -129,7 +130,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def rows_here(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
+def local_rows(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
     """Returns the sorted rows of the global batch that are on devices of this process."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     parts = (range(batch_size)[index[0]] for index in indices if index is not None)
@@ -170,4 +171,4 @@ def jit_on(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
     on_cpu, level = mesh.devices.flat[0].platform == 'cpu', 'xla_backend_optimization_level'
     is_set = level in os.environ.get('XLA_FLAGS', '')
     compiler_options = {level: 2} if on_cpu and not is_set else None
-    return jax.jit(traced_on(mesh, function), compiler_options=compiler_options, **options)
+    return jax.jit(with_mesh(mesh, function), compiler_options=compiler_options, **options)

@@ -35,7 +35,7 @@ from jax._src import clusters, distributed, xla_bridge
 from jaxlib import _jax
 
 from vit_jax.base import Record, UserError, records, refuse, require, usable
-from vit_jax.base.errors import one_line
+from vit_jax.base.errors import format_error
 
 REQUEUE = 75  # exit code EX_TEMPFAIL: run the same command again
 INTERRUPTED = 130  # exit code after Ctrl-C in a shell
@@ -162,15 +162,15 @@ class Job:
     def __str__(self) -> str:
         return f'process {self.index} of {self.count} ({socket.gethostname()})'
 
-    def require_same(self, name: str, facts: Any, describe: Compare | None = None) -> None:
+    def require_equal(self, name: str, facts: Any, describe: Compare | None = None) -> None:
         """Waits for all processes; raises UserError if their JSON values `facts` differ."""
         text = json.dumps(facts)
-        expected = json.loads(self.from_process_0(name, lambda: text))
+        expected = json.loads(self.broadcast_text(name, lambda: text))
         diff = describe(expected) if describe else records.differences(expected, json.loads(text))
         refuse([f'{name}: {self} differs from process 0:', *diff] if diff else [], shown=21)
         self.barrier(name)
 
-    def from_process_0(self, name: str, say: Callable[[], str]) -> str:
+    def broadcast_text(self, name: str, say: Callable[[], str]) -> str:
         """Broadcasts a text: returns on every process what `say` returns on process 0."""
         if self._store is None:
             return say()
@@ -221,7 +221,7 @@ class Job:
             # faulthandler also ends a process that holds the interpreter lock; `_attend` cannot.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
-    def _join(self) -> None:
+    def _connect(self) -> None:
         """Installs signal handlers and connects this process to the other processes of its job."""
         receiver, wakeup = socket.socketpair()
         wakeup.setblocking(False)
@@ -229,26 +229,26 @@ class Job:
         for number in _CODES:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, lambda *_: None)
-        self._attending = threading.Thread(target=self._attend, args=(receiver,), daemon=True)
+        self._attending = threading.Thread(target=self._watch, args=(receiver,), daemon=True)
         self._attending.start()
         self.reset_watchdog()
         connect(self._launch)
         self._find_others()
         self._connected.set()
 
-    def _attend(self, wakeup: socket.socket) -> None:
+    def _watch(self, wakeup: socket.socket) -> None:
         """Handles signals, notices and the deadline, in a thread: the main one may be compiling."""
         wakeup.settimeout(0.5)
         while not self._left.is_set():
             # The error: there is no notice, or process 0 has exited.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 if self._store is not None:
-                    self._heed(**json.loads(self._store.key_value_try_get(_NOTICE)))
+                    self._stop(**json.loads(self._store.key_value_try_get(_NOTICE)))
             if time.monotonic() > self._deadline:
                 faulthandler.dump_traceback()
                 time.sleep(_NOTICING)  # so that the other processes print their stacks, too
                 why = 'no step, batch or save ended in time (--watchdog_seconds)'
-                self._heed(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}')
+                self._stop(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}')
             with contextlib.suppress(TimeoutError, KeyError):  # no signal, or not in _CODES
                 self._on_signal(signal.Signals(wakeup.recv(1)[0]))
 
@@ -261,9 +261,9 @@ class Job:
         elif self._last_signal == received == signal.SIGINT:
             why = f'{self}: stopped by a second Ctrl-C without saving; {_RESUME}'
         self._last_signal = received
-        self._heed(code, why)
+        self._stop(code, why)
 
-    def _heed(self, code: int, why: str = '') -> None:
+    def _stop(self, code: int, why: str = '') -> None:
         """Exits all processes at once if `why` is given; otherwise all stop after the same step.
 
         That is the latest step that any process has started.
@@ -274,17 +274,17 @@ class Job:
         if not self._stop_code:
             print('saving and exiting after this step; Ctrl-C again exits at once', file=sys.stderr)
             self._stop_code = code
-            self._tell(code)
+            self._post_notice(code)
 
     def _exit_all(self, code: int, why: str) -> NoReturn:
         """Exits at once. The other processes print `why` and exit with the same code."""
         self._left.set()  # so that this process does not handle its own notice
-        self._tell(code, why)
+        self._post_notice(code, why)
         if self.count > 1 and self.index == 0:
             time.sleep(_NOTICING)  # process 0 hosts the notices
         os._exit(code)
 
-    def _tell(self, code: int, why: str = '') -> None:
+    def _post_notice(self, code: int, why: str = '') -> None:
         """Tells the other processes to save and stop or, with a reason, to exit at once."""
         # The error: there is a notice already, or process 0 has exited.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -293,7 +293,7 @@ class Job:
                 notice = json.dumps({'code': code, 'why': why})
                 self._store.key_value_set(_NOTICE, notice, allow_overwrite=why != '')
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         """Waits for all processes, disconnects, and stops the watchdog."""
         self.barrier('the end')  # process 0 may still be completing a checkpoint
         self._left.set()
@@ -303,7 +303,7 @@ class Job:
 
 
 @contextlib.contextmanager
-def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
+def join_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
     """Yields the job of this process. An exception within ends all processes of the job.
 
     Args:
@@ -312,20 +312,20 @@ def joined_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterat
     """
     job = Job(launch)
     try:
-        job._join()
+        job._connect()
         yield job
-        job._leave()
+        job._disconnect()
     except Interrupted as interrupted:
         print(f'{interrupted}\n{_RESUME} (exit code {job._stop_code})', flush=True)
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has exited
-            job._leave()
+            job._disconnect()
         os._exit(job._stop_code)
     except Exception as error:
         is_alone = distributed.global_state.num_processes == 1  # job.count may not be set yet
         if not is_alone and re.search(_GONE, str(error)):
             time.sleep(_NOTICING)  # the other process may be about to send its reason
-            job._heed(REQUEUE, f'{job}: another process is gone: {one_line(error)}')
+            job._stop(REQUEUE, f'{job}: another process is gone: {format_error(error)}')
         code = report(error)
         # A restart would repeat errors of the input and of arithmetic (NotFinite).
         is_lasting = is_alone or isinstance(error, UserError | ArithmeticError)
-        job._exit_all(code if is_lasting else REQUEUE, f'{job}: {one_line(error, limit=4000)}')
+        job._exit_all(code if is_lasting else REQUEUE, f'{job}: {format_error(error, limit=4000)}')

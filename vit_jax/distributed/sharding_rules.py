@@ -39,7 +39,7 @@ def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         rule = next((axes for pattern, axes in config.rules if _matches(pattern, name)), None)
-        if rule is not None and not (wrong := _misfit(leaf, rule, mesh)):
+        if rule is not None and not (wrong := _explain_misfit(leaf, rule, mesh)):
             return NamedSharding(mesh, PartitionSpec(*rule))
         # The optimizer's state of a parameter may have another shape than the parameter.
         if rule is not None and not name.startswith('opt_state/'):
@@ -72,7 +72,7 @@ def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
     return tuple(axes)
 
 
-def _misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
+def _explain_misfit(leaf: Any, axes: Spec, mesh: Mesh) -> str | None:
     """Returns why these axes cannot split the leaf, or None if they can."""
     if len(axes) > leaf.ndim:
         return f'the array has only {leaf.ndim} axes'
@@ -101,7 +101,7 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
     return [*lines, f'state with optimizer: {total} in total, {size} per device']
 
 
-def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
+def require_sharded(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
     """Raises UserError if more than `max_replicated_fraction` of the state is replicated."""
     if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis splits the state
         return
@@ -119,7 +119,7 @@ def check_split(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> N
         )
 
 
-def abstract(values: Any, shardings: Any) -> Any:
+def abstract_arrays(values: Any, shardings: Any) -> Any:
     """Returns shape, dtype and sharding of each array of a tree as a jax.ShapeDtypeStruct."""
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), values, shardings

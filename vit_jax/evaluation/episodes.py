@@ -14,7 +14,7 @@ import numpy as np
 
 from vit_jax.base import Float, Int, UserError, records
 from vit_jax.evaluation import ridge
-from vit_jax.evaluation.probes import Classifier, Labelled
+from vit_jax.evaluation.probes import Classifier, Labeled
 
 ByEpisode = Literal['centroid', 'ridge']
 _NORMAL = 1.96  # standard deviations, for a 95 % interval of a normal distribution
@@ -49,11 +49,11 @@ class Episodes(NamedTuple):
 
 
 def evaluate(
-    images: Labelled,
+    images: Labeled,
     class_names: Sequence[str],
     config: EpisodesConfig,
     *,
-    l2: ridge.Strengths = ridge.L2,
+    l2: ridge.L2Strengths = ridge.L2,
 ) -> dict[int, Episodes]:
     """Evaluates episodes.
 
@@ -72,7 +72,7 @@ def evaluate(
     fit = fit_centroids if config.classifier == 'centroid' else functools.partial(ridge.fit, l2=l2)
     results = {}
     for shots in config.shots:
-        drawn = draw(images.labels, class_names, config, shots=shots)
+        drawn = draw_episodes(images.labels, class_names, config, shots=shots)
         accuracies = np.array(
             [fit(images.subset(train)).accuracy(images.subset(test)) for train, test in drawn]
         )
@@ -81,7 +81,7 @@ def evaluate(
     return results
 
 
-def draw(
+def draw_episodes(
     labels: Int[np.ndarray, 'n'], class_names: Sequence[str], config: EpisodesConfig, *, shots: int
 ) -> Iterator[tuple[Int[np.ndarray, 'u'], Int[np.ndarray, 'v']]]:
     """Yields the indices of training and test images of each episode.
@@ -119,7 +119,7 @@ def find_classes(
     return large
 
 
-def fit_centroids(train: Labelled) -> Classifier:
+def fit_centroids(train: Labeled) -> Classifier:
     """Fits a nearest-centroid classifier (Snell et al., "Prototypical Networks").
 
     |x - c|^2 = |x|^2 - 2 xc + |c|^2, and |x|^2 is the same for all classes. So the nearest centroid
@@ -132,7 +132,7 @@ def fit_centroids(train: Labelled) -> Classifier:
     return Classifier(classes, mean, centroids.T, bias=-(centroids**2).sum(axis=1) / 2)
 
 
-def report(config: EpisodesConfig, results: dict[int, Episodes]) -> dict[str, Any]:
+def report_episodes(config: EpisodesConfig, results: dict[int, Episodes]) -> dict[str, Any]:
     """Returns the protocol, and accuracies, mean and interval by number of shots, as JSON."""
     return records.to_dict(config) | {
         'mean': {str(shots): one.mean for shots, one in results.items()},

@@ -29,7 +29,7 @@ class Batches(NamedTuple):
     """Makes batches on the devices of a mesh from the images of a reader."""
 
     mesh: Mesh
-    loader_of: Callable[[ImageReader], Loader]
+    make_loader: Callable[[ImageReader], Loader]
     batch_size: int
 
     def read(
@@ -37,7 +37,7 @@ class Batches(NamedTuple):
     ) -> Iterator[Batch]:
         """Yields batches of images in order, all if `indices` is None; the last one is padded."""
         indices = np.arange(len(reader.source)) if indices is None else indices
-        loader = self.loader_of(reader)
+        loader = self.make_loader(reader)
         return loading.sequential_batches(loader, indices, batch_size=self.batch_size)
 
     def abstract(self, reader: ImageReader) -> Batch:
@@ -63,7 +63,7 @@ def batches_on_all_devices(reader: ImageReader, batch_size: int) -> Batches:
     batch_size = -(-batch_size // mesh.size) * mesh.size
     sharding = meshes.batch_sharding(mesh)
     loader_of = loading.make_loaders(LoaderConfig(placement='host'), sharding)
-    return Batches(mesh=mesh, loader_of=loader_of, batch_size=batch_size)
+    return Batches(mesh=mesh, make_loader=loader_of, batch_size=batch_size)
 
 
 class Evaluation(NamedTuple):

@@ -27,13 +27,13 @@ from vit_jax.base import (
 )
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
-from vit_jax.data.loading import ImageReader, cores
+from vit_jax.data.loading import ImageReader, count_cores
 from vit_jax.evaluation.evaluator import Batches, Evaluator, Watch, make_evaluator
-from vit_jax.models import Model, ModelConfig, ViTConfig, with_exact_products
+from vit_jax.models import Model, ModelConfig, ViTConfig, with_highest_precision
 from vit_jax.training.losses import BatchSums
 
 # Maps a reader and image indices to features (n d) in host memory; NaN for unreadable images.
-FeaturesOf = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]
+FeatureFn = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d']]
 
 
 def make_feature_evaluator(
@@ -46,7 +46,7 @@ def make_feature_evaluator(
     """
     if isinstance(model.config, ViTConfig) and model.config.pool == 'none':
         raise UserError('fewshot: pool=none has features per token; expected one vector per image')
-    features = with_exact_products(model.features) if exact else model.features
+    features = with_highest_precision(model.features) if exact else model.features
 
     def rows(params: Params, batch: Batch) -> BatchSums:
         images = normalize(batch['images'], preprocessing)
@@ -55,7 +55,7 @@ def make_feature_evaluator(
     return make_evaluator(rows, batches)
 
 
-def features_by(evaluator: Evaluator, params: Params, watch: Watch = iter) -> FeaturesOf:
+def make_feature_function(evaluator: Evaluator, params: Params, watch: Watch = iter) -> FeatureFn:
     """Returns a function that computes features on each call, without a cache.
 
     It raises UserError if the features of an image are not finite.
@@ -74,7 +74,7 @@ def features_by(evaluator: Evaluator, params: Params, watch: Watch = iter) -> Fe
     return compute
 
 
-def cached(features_of: FeaturesOf, folder: pathlib.Path, model_digest: str) -> FeaturesOf:
+def cache(features_of: FeatureFn, folder: pathlib.Path, model_digest: str) -> FeatureFn:
     """Returns a function that caches the features of whole data sets in files in `folder`."""
     make_folder(folder)
 
@@ -114,7 +114,7 @@ def _digest_images(reader: ImageReader) -> str:
             return 'unreadable'
 
     names = [source.name_of(i) for i in range(len(source))]
-    with futures.ThreadPoolExecutor(cores()) as pool:
+    with futures.ThreadPoolExecutor(count_cores()) as pool:
         images = pool.map(of_image, range(len(source)))
         return _digest(*names, source.labels, *images)
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vit_jax.base import Array, Float, Int, Num, UserError, counted, require
+from vit_jax.base import Array, Float, Int, Num, UserError, plural, require
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import ImageReader
-from vit_jax.data.sources.base import Source, renumbered
+from vit_jax.data.sources.base import Source, renumber_classes
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import (
     Evaluation,
@@ -19,8 +19,8 @@ from vit_jax.evaluation.evaluator import (
     batches_on_all_devices,
     make_evaluator,
 )
-from vit_jax.models import with_exact_products
-from vit_jax.pretrained import Loaded
+from vit_jax.models import with_highest_precision
+from vit_jax.pretrained import LoadedModel
 from vit_jax.training.losses import LossConfig, LossKind, make_loss, of_any, predictions, scores
 from vit_jax.training.update import make_loss_sums
 
@@ -35,19 +35,19 @@ class HeadReport(NamedTuple):
     confusion: Int[np.ndarray, 'k k'] | None  # images by (class, prediction); None: multi-label
 
     def confusions(self) -> list[dict[str, Any]]:
-        """Lists pairs of confused classes (`class`, `taken_for`, `images`), most frequent first."""
+        """Lists pairs of confused classes (`class`, `predicted`, `images`), most frequent first."""
         if self.confusion is None:
             return []
         wrong = self.confusion * ~np.eye(len(self.names), dtype=bool)
         pairs = np.argwhere(wrong)
         order = np.argsort(-wrong[tuple(pairs.T)], kind='stable')
         return [
-            {'class': self.names[i], 'taken_for': self.names[j], 'images': int(wrong[i, j])}
+            {'class': self.names[i], 'predicted': self.names[j], 'images': int(wrong[i, j])}
             for i, j in pairs[order].tolist()
         ]
 
 
-def reader_for(loaded: Loaded, source: Source, **options: Any) -> ImageReader:
+def make_model_reader(loaded: LoadedModel, source: Source, **options: Any) -> ImageReader:
     """Makes a reader that preprocesses images for the model, and skips unreadable images.
 
     Args:
@@ -63,38 +63,38 @@ def reader_for(loaded: Loaded, source: Source, **options: Any) -> ImageReader:
             'pool=none: the model has outputs per token; expected a model with outputs per image'
         )
     size, options = loaded.config.image_size, {'on_unreadable': 'skip'} | options
-    return loading.reader_for(source, loaded.preprocessing, size, **options)
+    return loading.make_reader(source, loaded.preprocessing, size, **options)
 
 
-def match_classes(source: Source, loaded: Loaded, *, by_number: bool) -> Source:
+def match_classes(source: Source, loaded: LoadedModel, *, by_order: bool) -> Source:
     """Renumbers the classes of the images as in the model.
 
-    Classes are matched by name. They are matched by order if `by_number` is True, or if the
+    Classes are matched by name. They are matched by order if `by_order` is True, or if the
     checkpoint has no class names and the data set has as many classes as the model.
 
     Raises:
       UserError: If the classes cannot be matched.
     """
     names, count = loaded.class_names, loaded.config.num_classes
-    if names and not by_number:
+    if names and not by_order:
         try:
-            return renumbered(source, names)
+            return renumber_classes(source, names)
         except UserError as error:
             fits = len(source.class_names) == count
-            hint = '; pass --by_number to match classes by order' if fits else ''
+            hint = '; pass --by_order to match classes by order' if fits else ''
             raise UserError(f'{error}{hint}') from error
-    classes = counted(len(source.class_names), 'class')
+    classes = plural(len(source.class_names), 'class')
     wrong = f'the checkpoint has {count:,} outputs, the data set has {classes}'
     require(len(source.class_names) == count, f'{wrong}; expected equal numbers to match by order')
     return source
 
 
 def evaluate_head(
-    loaded: Loaded,
+    loaded: LoadedModel,
     reader: ImageReader,
     *,
     batch_size: int,
-    relabelled: bool = False,
+    relabeled: bool = False,
     watch: Watch = iter,
 ) -> HeadReport:
     """Evaluates the predictions of a checkpoint.
@@ -102,13 +102,13 @@ def evaluate_head(
     The loss is the checkpoint's training loss without label smoothing, or softmax if unknown.
 
     If images have several classes, average precision is measured. But predicting any of the classes
-    is correct if the labels are `relabelled`, or the model was trained for one class per image.
+    is correct if the labels are `relabeled`, or the model was trained for one class per image.
 
     Args:
       loaded: Checkpoint.
       reader: Images with the classes of the model (see `match_classes`).
       batch_size: Images per batch.
-      relabelled: Whether the labels replace labels with one class per image, as ReaL does.
+      relabeled: Whether the labels replace labels with one class per image, as ReaL does.
       watch: Wraps the iterator of batches, for example to show progress.
 
     Raises:
@@ -118,12 +118,12 @@ def evaluate_head(
     source = reader.source
     kind: LossKind = 'sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'
     loss, rows_of = make_loss(LossConfig(kind=kind)), predictions
-    if source.multi_label and (relabelled or loaded.card.loss == 'softmax'):
+    if source.multi_label and (relabeled or loaded.card.loss == 'softmax'):
         loss, rows_of = of_any(loss), _predictions_and_targets
     elif source.multi_label:
         rows_of = scores
     loss_sums = make_loss_sums(
-        with_exact_products(loaded.model.apply),
+        with_highest_precision(loaded.model.apply),
         loss,
         functools.partial(normalize, preprocessing=loaded.preprocessing),
         rows_of=rows_of,

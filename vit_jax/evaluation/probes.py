@@ -38,15 +38,15 @@ class LogisticConfig(records.Record):
         records.require_between(self, 'tolerance', above=0)
 
 
-class Labelled(NamedTuple):
+class Labeled(NamedTuple):
     """Features and class numbers of images."""
 
     features: Float[np.ndarray, 'n d']
     labels: Int[np.ndarray, 'n']
 
-    def subset(self, indices: np.ndarray) -> 'Labelled':
+    def subset(self, indices: np.ndarray) -> 'Labeled':
         """Selects images by indices or by a boolean mask."""
-        return Labelled(self.features[indices], self.labels[indices])
+        return Labeled(self.features[indices], self.labels[indices])
 
 
 class Classifier(NamedTuple):
@@ -58,7 +58,7 @@ class Classifier(NamedTuple):
     bias: Float[np.ndarray, 'k']
     l2: float = 0.0  # selected regularization
 
-    def accuracy(self, test: Labelled) -> float:
+    def accuracy(self, test: Labeled) -> float:
         """Computes the accuracy on test images."""
         parts = (slice(start, start + _CHUNK) for start in range(0, len(test.labels), _CHUNK))
         hits = (self.predict(test.features[part]) == test.labels[part] for part in parts)
@@ -85,7 +85,7 @@ class LogisticResult(NamedTuple):
     converged: bool
 
 
-class Fit(NamedTuple):
+class LogisticState(NamedTuple):
     """State of a logistic regression during its fit."""
 
     weights: Float[Array, 'e k']
@@ -94,22 +94,22 @@ class Fit(NamedTuple):
     slope: Float[Array, '']  # largest absolute entry of the gradient of the mean loss
 
 
-def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> float:
+def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: int) -> float:
     """Computes the test accuracy of kNN with cosine similarity.
 
     Neighbors vote with weight exp(similarity / TEMPERATURE).
 
     Raises:
-      UserError: If there are fewer training images than `neighbours`.
+      UserError: If there are fewer training images than `neighbors`.
     """
-    wrong = f'neighbours={neighbours}: expected 1 to {len(train.labels)}, all training images'
-    records.require(1 <= neighbours <= len(train.labels), wrong)
+    wrong = f'neighbors={neighbors}: expected 1 to {len(train.labels)}, all training images'
+    records.require(1 <= neighbors <= len(train.labels), wrong)
     classes, labels = np.unique(train.labels, return_inverse=True)
     training = jnp.asarray(_unit(train.features))
 
     def vote(features: Float[Array, 'd']) -> Int[Array, '']:
         similarity = jnp.matmul(training, features, precision='highest')
-        near, index = jax.lax.top_k(similarity, neighbours)
+        near, index = jax.lax.top_k(similarity, neighbors)
         votes = jax.nn.one_hot(jnp.asarray(labels)[index], len(classes))
         return jnp.matmul(jnp.exp((near - 1) / TEMPERATURE), votes).argmax()
 
@@ -118,14 +118,14 @@ def nearest_neighbours(train: Labelled, test: Labelled, *, neighbours: int) -> f
     return float((predicted == test.labels).mean())
 
 
-def logistic(train: Labelled, test: Labelled, config: LogisticConfig) -> LogisticResult:
+def evaluate_logistic(train: Labeled, test: Labeled, config: LogisticConfig) -> LogisticResult:
     """Fits the linear probe with the best l2 (see `LogisticConfig`) and tests it."""
     mean, std = train.features.mean(axis=0), train.features.std(axis=0) + EPSILON
     inputs = np.pad((train.features - mean) / std, ((0, 0), (0, 1)), constant_values=1.0)
     classes, labels = np.unique(train.labels, return_inverse=True)
     options = {'max_iterations': config.max_iterations, 'tolerance': config.tolerance}
 
-    def fit(rows: Any, l2: float) -> tuple[Classifier, Fit]:
+    def fit(rows: Any, l2: float) -> tuple[Classifier, LogisticState]:
         x, y = inputs[rows], labels[rows]
         fitted = fit_logistic(x, y, l2=l2 / len(y), num_classes=len(classes), **options)
         *weights, bias = np.asarray(fitted.weights)
@@ -154,7 +154,7 @@ def fit_logistic(
     num_classes: int,
     max_iterations: int,
     tolerance: float,
-) -> Fit:
+) -> LogisticState:
     """Minimizes the mean softmax loss of XW plus l2/2 |W|^2 with L-BFGS.
 
     The last row of W is the bias, which is not regularized. L-BFGS stops when no entry of the
@@ -177,20 +177,20 @@ def fit_logistic(
     solver = optax.lbfgs()
     value_and_slope = optax.value_and_grad_from_state(loss)
 
-    def step(carry: Fit) -> Fit:
+    def step(carry: LogisticState) -> LogisticState:
         value, slope = value_and_slope(carry.weights, state=carry.state)
         updates, state = solver.update(
             slope, carry.state, carry.weights, value=value, grad=slope, value_fn=loss
         )
         weights = optax.apply_updates(carry.weights, updates)
         largest = jnp.abs(optax.tree.get(state, 'grad')).max()
-        return Fit(weights, state, carry.iterations + 1, largest)
+        return LogisticState(weights, state, carry.iterations + 1, largest)
 
-    def unfinished(carry: Fit) -> Any:
+    def unfinished(carry: LogisticState) -> Any:
         return (carry.iterations < max_iterations) & (carry.slope > tolerance)
 
     start = jnp.zeros((features.shape[1], num_classes))
-    first = Fit(start, solver.init(start), jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf))
+    first = LogisticState(start, solver.init(start), jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf))
     return jax.lax.while_loop(unfinished, step, first)
 
 

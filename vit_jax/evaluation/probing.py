@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Float, UserError, counted, records, require, storage
+from vit_jax.base import Float, UserError, plural, records, require, storage
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import DataFunction, Source
 from vit_jax.data.sources.opening import Opener
 from vit_jax.evaluation import episodes, probes, ridge
 from vit_jax.evaluation.episodes import EpisodesConfig
-from vit_jax.evaluation.features import FeaturesOf
-from vit_jax.evaluation.probes import Labelled, LogisticConfig
+from vit_jax.evaluation.features import FeatureFn
+from vit_jax.evaluation.probes import Labeled, LogisticConfig
 from vit_jax.training.duration import Interval
 
 
@@ -44,14 +44,14 @@ class FewshotConfig(records.Record):
     shots: tuple[int, ...] = (1, 5, 10, 25)  # numbers of training images per class
     seeds: tuple[int, ...] = (0, 1, 2)  # seeds of the draws; their mean is reported
     l2: float | tuple[float, ...] = ridge.L2  # regularization, or several values to choose from
-    neighbours: int | None = None  # k of kNN; None: no kNN
+    neighbors: int | None = None  # k of kNN; None: no kNN
     logistic: LogisticConfig | None = None  # logistic regression; None: no logistic regression
     episodes: EpisodesConfig | None = None  # episodic evaluation; None: no episodes
     feature_cache: str | None = None  # folder to cache features of whole splits; None: no cache
     every_steps: Interval | None = None  # interval while training; None: only at the end
 
     def check(self) -> None:
-        records.require_between(self, 'shots', 'neighbours', 'every_steps', low=1)
+        records.require_between(self, 'shots', 'neighbors', 'every_steps', low=1)
         records.require_between(self, 'seeds', low=0)
         require(self.l2 != (), 'l2=(): expected one or more numbers')
         records.require_between(self, 'l2', above=0)
@@ -130,7 +130,7 @@ def _require_suitable(train: Source, test: Source, drawn: EpisodesConfig | None)
         episodes.find_classes(test.labels, test.class_names, drawn, shots=max(drawn.shots))
 
 
-def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
+def evaluate(features_of: FeatureFn, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
     """Evaluates all probes of all data sets.
 
     Args:
@@ -156,48 +156,46 @@ def evaluate(features_of: FeaturesOf, sets: Probes, preprocessing: Preprocessing
     return {'sets': results, 'missing': sets.missing}
 
 
-def _evaluate_probe(features_of: FeaturesOf, probe: Probe, config: FewshotConfig) -> dict[str, Any]:
+def _evaluate_probe(features_of: FeatureFn, probe: Probe, config: FewshotConfig) -> dict[str, Any]:
     """Evaluates all probes of a data set; `notes` in the result name limitations.
 
     Features are computed for all training images only if a probe needs them, otherwise for drawn
     images.
     """
     source, notes = probe.test.source, list[str]()
-    test = _labelled(probe.test, features_of(probe.test, np.arange(len(source))), notes)
+    test = _labeled(probe.test, features_of(probe.test, np.arange(len(source))), notes)
     drawn_features: Callable[[Any], np.ndarray] = functools.partial(features_of, probe.train)
     result = {'test_images': len(test.labels), 'notes': notes}
-    if config.neighbours is not None or config.logistic is not None:
+    if config.neighbors is not None or config.logistic is not None:
         features = features_of(probe.train, np.arange(len(probe.train.source)))
-        train, drawn_features = _labelled(probe.train, features, notes), features.__getitem__
-    if config.neighbours is not None:
-        accuracy = probes.nearest_neighbours(train, test, neighbours=config.neighbours)
-        result['nearest_neighbours'] = {'neighbours': config.neighbours, 'accuracy': accuracy}
+        train, drawn_features = _labeled(probe.train, features, notes), features.__getitem__
+    if config.neighbors is not None:
+        accuracy = probes.evaluate_knn(train, test, neighbors=config.neighbors)
+        result['knn'] = {'neighbors': config.neighbors, 'accuracy': accuracy}
     if config.logistic is not None:
-        fitted = probes.logistic(train, test, config.logistic)
+        fitted = probes.evaluate_logistic(train, test, config.logistic)
         if not fitted.converged:
-            notes.append(f'logistic did not converge in {counted(fitted.iterations, "iteration")}')
+            notes.append(f'logistic did not converge in {plural(fitted.iterations, "iteration")}')
         result['logistic'] = fitted._asdict()
     if config.episodes is not None:
         by_shots = episodes.evaluate(test, source.class_names, config.episodes, l2=config.l2)
-        result['episodes'] = episodes.report(config.episodes, by_shots)
+        result['episodes'] = episodes.report_episodes(config.episodes, by_shots)
     return result | _evaluate_few_shot(probe.train.source, test, drawn_features, config, notes)
 
 
-def _labelled(
-    reader: ImageReader, features: Float[np.ndarray, 'n d'], notes: list[str]
-) -> Labelled:
+def _labeled(reader: ImageReader, features: Float[np.ndarray, 'n d'], notes: list[str]) -> Labeled:
     """Returns features and labels of readable images; notes the number of unreadable ones."""
     readable = ~np.isnan(features).any(axis=1)
     require(bool(readable.any()), f'none of {len(readable)} images can be read')
     if missing := int((~readable).sum()):
         name = reader.source.name_of(int(readable.argmin()))
         notes.append(f'{missing} of {len(readable)} images cannot be read, for example {name}')
-    return Labelled(features, reader.source.labels).subset(readable)
+    return Labeled(features, reader.source.labels).subset(readable)
 
 
 def _evaluate_few_shot(
     train: Source,
-    test: Labelled,
+    test: Labeled,
     features_of: Callable[[Any], np.ndarray],
     config: FewshotConfig,
     notes: list[str],
@@ -205,7 +203,7 @@ def _evaluate_few_shot(
     """Returns accuracies and protocol of the few-shot linear probe, as JSON."""
     shots = _possible_shots(config.shots, train, notes)
     draws = {'shots': shots, 'seeds': config.seeds}
-    result = ridge.probe(train.labels, test, features_of=features_of, l2=config.l2, **draws)
+    result = ridge.few_shot(train.labels, test, features_of=features_of, l2=config.l2, **draws)
     by_shots = {str(k): [result.accuracies[seed, k] for seed in config.seeds] for k in shots}
 
     def by_draw(values: dict[tuple[int, int], Any]) -> dict[str, Any]:
@@ -239,7 +237,7 @@ def _possible_shots(shots: Sequence[int], train: Source, notes: list[str]) -> li
     too_few = f', too few for {", ".join(left_out)}' if left_out else ''
     if uses_all or too_few:
         name = train.class_names[int(np.flatnonzero(images == fewest)[0])]
-        notes.append(f'class {name!r} has {counted(fewest, "image")}{uses_all}{too_few}')
+        notes.append(f'class {name!r} has {plural(fewest, "image")}{uses_all}{too_few}')
     return possible
 
 
@@ -253,10 +251,10 @@ class Score(NamedTuple):
         return f'{self.accuracy:.2%}' + ('' if self.spread is None else f' +- {self.spread:.2%}')
 
 
-def scores(values: dict[str, Any]) -> dict[str, Score]:
+def list_scores(values: dict[str, Any]) -> dict[str, Score]:
     """Returns the accuracies of a data set, by names such as `10-shot`, `5-way 1-shot`, `knn`."""
     shots = {f'{k}-shot': Score(mean, values['deviation'][k]) for k, mean in values['mean'].items()}
-    if (nearest := values.get('nearest_neighbours')) is not None:
+    if (nearest := values.get('knn')) is not None:
         shots['knn'] = Score(nearest['accuracy'])
     if (linear := values.get('logistic')) is not None:
         shots['logistic'] = Score(linear['accuracy'])
@@ -266,21 +264,21 @@ def scores(values: dict[str, Any]) -> dict[str, Score]:
     return shots
 
 
-def summary(result: dict[str, Any]) -> str:
+def summarize(result: dict[str, Any]) -> str:
     """Formats accuracies and notes in one line, with data set names if there are several."""
     sets, parts = result['sets'], []
     for name, values in sets.items():
-        texts = [f'{label} {score}' for label, score in scores(values).items()]
+        texts = [f'{label} {score}' for label, score in list_scores(values).items()]
         text = ', '.join([*texts, *values['notes']])
         parts.append(text if len(sets) == 1 else f'{name}: {text}')
     return '; '.join(parts)
 
 
-def numbers(result: dict[str, Any]) -> dict[str, float]:
+def name_accuracies(result: dict[str, Any]) -> dict[str, float]:
     """Returns accuracies by metric name, such as `10_shot_accuracy`."""
     sets = result['sets']
     return {
         (f'{name}/' if len(sets) > 1 else '') + re.sub('[ -]', '_', label) + '_accuracy': accuracy
         for name, values in sets.items()
-        for label, (accuracy, _) in scores(values).items()
+        for label, (accuracy, _) in list_scores(values).items()
     }

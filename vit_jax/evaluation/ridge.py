@@ -12,11 +12,11 @@ import numpy as np
 import scipy.linalg
 
 from vit_jax.base import Float, Int, UserError
-from vit_jax.evaluation.probes import EPSILON, Classifier, Labelled
+from vit_jax.evaluation.probes import EPSILON, Classifier, Labeled
 
 BIAS = 100.0  # constant feature; its weight is hardly regularized (l2 / 100^2)
 L2 = 1024.0  # not divided by the number of images, so it is strong for few images
-Strengths = float | Sequence[float]  # an l2, or several to choose from
+L2Strengths = float | Sequence[float]  # an l2, or several to choose from
 Draws = dict[tuple[int, int], Int[np.ndarray, '_']]  # image indices by (seed, shots)
 
 
@@ -43,14 +43,14 @@ def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[
     return draws
 
 
-def probe(
+def few_shot(
     train_labels: Int[np.ndarray, 'n'],
-    test: Labelled,
+    test: Labeled,
     *,
     features_of: Callable[[Int[np.ndarray, 'u']], Float[np.ndarray, 'u d']],
     shots: Sequence[int],
     seeds: Sequence[int],
-    l2: Strengths,
+    l2: L2Strengths,
 ) -> ProbeResult:
     """Draws training images, fits a classifier to each draw, and tests it.
 
@@ -68,7 +68,7 @@ def probe(
     """
     draws = draw(train_labels, shots=shots, seeds=seeds)
     used = np.unique(np.concatenate(list(draws.values())))
-    train = Labelled(features_of(used), train_labels[used])
+    train = Labeled(features_of(used), train_labels[used])
     readable = ~np.isnan(train.features).any(axis=1)
     accuracies, chosen_l2 = {}, {}
     for drawn, images in draws.items():
@@ -82,7 +82,7 @@ def probe(
     return ProbeResult(accuracies=accuracies, draws=draws, l2=chosen_l2)
 
 
-def accuracy(train: Labelled, test: Labelled, *, l2: Strengths) -> float:
+def accuracy(train: Labeled, test: Labeled, *, l2: L2Strengths) -> float:
     """Computes the test accuracy of the ridge classifier."""
     return fit(train, l2=l2).accuracy(test)
 
@@ -108,7 +108,7 @@ def accuracy(train: Labelled, test: Labelled, *, l2: Strengths) -> float:
 # In the basis of the eigenvectors of XX' and of 1, I - H is diagonal with entries
 # l2 / (eigenvalue + l2). The eigenvalue of 1 is 100^2 n, and directions that features do not span
 # have eigenvalue 0. So one eigendecomposition serves all l2, and test images are scored once.
-def fit(train: Labelled, *, l2: Strengths) -> Classifier:
+def fit(train: Labeled, *, l2: L2Strengths) -> Classifier:
     """Fits the ridge classifier in float64; of several l2, the best is chosen."""
     classes, labels, sizes = np.unique(train.labels, return_inverse=True, return_counts=True)
     order, count = np.argsort(labels, kind='stable'), len(labels)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Key, Params, UserError, counted, records, refuse, require
+from vit_jax.base import Array, Batch, Key, Params, UserError, plural, records, refuse, require
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
-from vit_jax.checkpoints.transfer import Transferred, for_task, headless, transfer
+from vit_jax.checkpoints.transfer import Transferred, remove_head, transfer, with_linear_head
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, example_keys, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
@@ -34,7 +34,7 @@ from vit_jax.models import (
     ViTConfig,
     abstract_params,
     build,
-    parameter_count,
+    count_params,
 )
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
 from vit_jax.training import update as updates
@@ -44,13 +44,13 @@ from vit_jax.training.losses import (
     LossConfig,
     StepMetrics,
     make_loss,
+    make_targets,
     of_any,
     scores,
-    targets_of,
 )
-from vit_jax.training.masked_patches import for_patches, make_patch_sums
+from vit_jax.training.masked_patches import configure_for_patches, make_patch_sums
 from vit_jax.training.optimizer import count_moments, make_optimizer, make_schedule
-from vit_jax.training.rules import make_rules
+from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.update import TrainState
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
@@ -78,15 +78,15 @@ class Experiment(NamedTuple):
     init: Callable[[], TrainState]
     update: Update
     evaluator: Evaluator
-    report: list[str]  # the parameters that each param group matched, in lines
+    param_group_report: list[str]  # the parameters that each param group matched, in lines
 
     @property
-    def decisions(self) -> dict[str, Any]:
+    def host_choices(self) -> dict[str, Any]:
         """Choices that may differ between hosts, as JSON values: initial checkpoint and compute."""
         origin = list(self.start.origin) if self.start else []
         return {'origin': origin, 'compute': records.to_dict(self.compute)}
 
-    def recorded_config(self) -> dict[str, Any]:
+    def export_config(self) -> dict[str, Any]:
         """Returns the configuration as JSON values for the work directory.
 
         The dtype is resolved, and `start_from` has no secrets of a URL.
@@ -96,7 +96,7 @@ class Experiment(NamedTuple):
         values['compute']['dtype'] = self.compute.dtype
         return values
 
-    def card(self, step: int) -> dict[str, Any]:
+    def make_card(self, step: int) -> dict[str, Any]:
         """Returns the card of a checkpoint at a step, as JSON values."""
         model, loss = self.model.config, self.config.loss
         kind = loss.kind if isinstance(loss, LossConfig) else records.text_of(loss)
@@ -108,11 +108,11 @@ class Experiment(NamedTuple):
             preprocessing=self.preprocessing,
             class_names=self.train.source.class_names if has_classes else (),
             loss=kind if has_classes else None,
-            software=workdirs.installed_packages(),
+            software=workdirs.package_versions(),
         )
         return records.to_dict(card)
 
-    def transferred(self, start: Checkpoint, fresh: Params) -> Transferred:
+    def transfer_params(self, start: Checkpoint, fresh: Params) -> Transferred:
         """Reads the parameters of `start` and adapts them to this model.
 
         `fresh` are the initial parameters of this model, for those that `start` lacks.
@@ -135,7 +135,7 @@ def build_experiment(
     Raises:
       UserError: For values that are inconsistent, or do not fit the data or the devices.
     """
-    config = records.checked(config, where='config')
+    config = records.validated(config, where='config')
     if config.total is None:
         raise UserError('config.total is not set; expected a length: --config.total.epochs=7')
 
@@ -145,10 +145,10 @@ def build_experiment(
 
     start = open_start(config)
     model_config = trained_model(config, start, len(train.class_names))
-    preprocessing, size = preprocessing_of(config, start), model_config.image_size
+    preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
 
     mesh, planned = make_mesh(config, devices), devices is not None
-    compute = choose_compute(config, model_config, mesh, planned=planned, dtype=dtype)
+    compute = resolve_compute_on_mesh(config, model_config, mesh, planned=planned, dtype=dtype)
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
@@ -158,7 +158,7 @@ def build_experiment(
         compute=compute,
         platform=mesh.devices.flat[0].platform,
     )
-    reader, batches = reader_for(config, preprocessing, size), make_eval_batches(config, mesh)
+    reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     train_sums, eval_sums = _make_loss_sums(config, model, preprocessing, train)
     init, update, report = _make_training(config, model, train_sums, length, train)
     return Experiment(
@@ -172,10 +172,10 @@ def build_experiment(
         train=reader(train, crop=host_crop(config.augmentation, preprocessing)),
         evals={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
-        init=meshes.traced_on(mesh, init),
+        init=meshes.with_mesh(mesh, init),
         update=update,
         evaluator=make_evaluator(eval_sums, batches),
-        report=report,
+        param_group_report=report,
     )
 
 
@@ -217,7 +217,7 @@ def open_start(config: TrainConfig) -> Checkpoint | None:
         raise UserError(f'{error} (for a training: --config.hints.NAME=VALUE)') from error
 
 
-def preprocessing_of(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:
+def resolve_preprocessing(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:
     """Returns the preprocessing of the configuration, the checkpoint, or the default."""
     return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
 
@@ -238,12 +238,12 @@ def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
         if start is None:
             text = 'expected a model, or --config.start_from=CHECKPOINT to use its model'
             raise UserError(f'config.model is not set; {text}')
-        stored = start.card.model if objective is None else headless(start.card.model)
-        model = for_task(stored, num_classes=None if objective else classes)
+        stored = start.card.model if objective is None else remove_head(start.card.model)
+        model = with_linear_head(stored, num_classes=None if objective else classes)
     model = dataclasses.replace(model, image_size=config.image_size or model.image_size)
     if objective is not None:
-        return for_patches(model, objective)
-    text = f'{records.text_of(config.data)} has {counted(classes, "class")}'
+        return configure_for_patches(model, objective)
+    text = f'{records.text_of(config.data)} has {plural(classes, "class")}'
     wrong = f'config.model.num_classes={model.num_classes}: {text}; expected none or {classes}'
     require(model.num_classes in (None, classes), wrong)
     return dataclasses.replace(model, num_classes=classes, head=config.head or model.head)
@@ -257,7 +257,7 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
     return mesh
 
 
-def choose_compute(
+def resolve_compute_on_mesh(
     config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool, dtype: Any = 'auto'
 ) -> Compute:
     """Resolves the compute options of a model for the devices of a mesh.
@@ -274,7 +274,7 @@ def choose_compute(
     if dtype == 'auto':
         dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    memory = math.inf if planned else _memory_beside_state(config, model, mesh)
+    memory = math.inf if planned else _memory_next_to_state(config, model, mesh)
     return resolve_compute(
         dataclasses.replace(config.compute, dtype=dtype),
         model,
@@ -284,16 +284,16 @@ def choose_compute(
     )
 
 
-def _memory_beside_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
+def _memory_next_to_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
     """Returns the bytes per device that the train state leaves free; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
-    extra = config.polyak_decay is not None, config.accumulation_steps > 1
+    extra = config.ema_decay is not None, config.accumulation_steps > 1
     numbers = 2 + count_moments(config.optimizer) + sum(extra)  # float32 values per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
-    return float(limit) - 4 * numbers * parameter_count(model) // split
+    return float(limit) - 4 * numbers * count_params(model) // split
 
 
-def reader_for(
+def make_readers(
     config: TrainConfig, preprocessing: Preprocessing, size: Size
 ) -> Callable[..., ImageReader]:
     """Returns a function from a source to its reader; `crop` can be overridden."""
@@ -328,7 +328,7 @@ def _make_loss_sums(
         assert isinstance(model.config, ViTConfig)  # `trained_model` rejects others
 
         def keys_of(batch: Batch) -> Key[Array, 'b']:
-            return example_keys(updates.purpose_key(config.seed, updates.CORRUPT), batch)
+            return example_keys(updates.make_purpose_key(config.seed, updates.CORRUPT), batch)
 
         make_sums = functools.partial(make_patch_sums, model=model.config, keys_of=keys_of)
         sums = make_sums(model.predict_patches, config.objective, scale)
@@ -348,11 +348,11 @@ def _make_training(
     Raises UserError if the optimizer's options do not fit the model or the length.
     """
     schedule = make_schedule(config.schedule, length)
-    rules = make_rules(config.optimizer, abstract_params(model.config))
+    rules = make_param_groups(config.optimizer, abstract_params(model.config))
     optimizer = make_optimizer(config.optimizer, schedule, rules)
-    averaged = config.polyak_decay is not None
+    averaged = config.ema_decay is not None
     init = updates.make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
-    targets = functools.partial(targets_of, num_classes=len(train.class_names))
+    targets = functools.partial(make_targets, num_classes=len(train.class_names))
     update = updates.make_update(
         loss_sums,
         optimizer,
@@ -361,6 +361,6 @@ def _make_training(
         stop_frozen_gradients=rules.stop_frozen_gradients,
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
-        polyak_decay=config.polyak_decay,
+        ema_decay=config.ema_decay,
     )
     return init, update, rules.report

@@ -7,10 +7,10 @@ from vit_jax.base import Path, UserError, records, usable
 from vit_jax.checkpoints.remote import is_remote_name
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
 from vit_jax.config import read_config
-from vit_jax.data.sources.base import Source, relative_names
+from vit_jax.data.sources.base import Source, make_names_relative
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.experiment.data_record import TRAINED, read_record
-from vit_jax.experiment.workdirs import CONFIG, DATA
+from vit_jax.experiment.data_manifest import TRAINED_PREFIX, read_record
+from vit_jax.experiment.workdirs import CONFIG, MANIFEST
 
 
 class SourceRun(NamedTuple):
@@ -22,25 +22,25 @@ class SourceRun(NamedTuple):
     data: str
     held_out: HeldOut  # how data without splits was divided
     split: str  # the evaluated split
-    trained_on: set[tuple[str, int]]  # (image name within the data, size)
+    training_images: set[tuple[str, int]]  # (image name within the data, size)
     gaps: list[str]  # reasons why `find_trained` may miss images
 
-    def split_of(self, data: str) -> str:
+    def choose_split(self, data: str) -> str:
         """Returns the evaluated split if the run used the same data, else `test`."""
         return self.split if os.path.realpath(self.data) == os.path.realpath(data) else 'test'
 
-    def find_trained(self, source: Source) -> set[int]:
+    def find_training_images(self, source: Source) -> set[int]:
         """Returns the indices of the images that this run or an earlier one was trained on.
 
         Images are compared by name within the data, and by size or checksum.
         """
         paths = source.read_names(range(len(source)))
         prefix = os.path.join(self.data, '')
-        images = relative_names([path.removeprefix(prefix) for path in paths], source.data)
-        recorded = {name for name, _ in self.trained_on}
+        images = make_names_relative([path.removeprefix(prefix) for path in paths], source.data)
+        recorded = {name for name, _ in self.training_images}
         named = [index for index, image in enumerate(images) if image in recorded]
         sizes = zip(named, source.read_sizes(named).tolist(), strict=True)
-        return {i for i, size in sizes if (images[i], size) in self.trained_on}
+        return {i for i, size in sizes if (images[i], size) in self.training_images}
 
 
 def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> SourceRun | None:
@@ -63,15 +63,15 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         splits = [one['split'] for one in config['evals'].values() if one['data'] is None]
         split, start = splits[0] if splits else config['eval_split'], config['start_from']
     trained_on, gaps = set[tuple[str, int]](), list[str]()
-    recorded = read_record(workdir / DATA).items()
-    learned = [images for name, images in recorded if name.startswith(TRAINED)]
+    recorded = read_record(workdir / MANIFEST).items()
+    learned = [images for name, images in recorded if name.startswith(TRAINED_PREFIX)]
     for images in learned:
         sizes = zip(images.names, images.sizes, strict=False)
         trained_on |= {(image, size) for image, size in sizes if size != -1}
     if not learned or any(len(one.sizes) < max(1, len(one.names)) for one in learned):
-        gaps.append(f'{workdir / DATA}: missing, damaged or incomplete')
+        gaps.append(f'{workdir / MANIFEST}: missing, damaged or incomplete')
     if start and (earlier := find_source_run(start, later | {workdir})):
-        trained_on |= earlier.trained_on
+        trained_on |= earlier.training_images
         gaps += earlier.gaps
     elif start and not is_remote_name(start) and not os.path.exists(start):
         gaps.append(f'{start}: missing; {workdir} was started from it')

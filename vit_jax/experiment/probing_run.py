@@ -7,16 +7,16 @@ from typing import Any
 import jax
 
 from vit_jax.base import Path, UserError, records, write_json
-from vit_jax.checkpoints.transfer import headless, transfer
+from vit_jax.checkpoints.transfer import remove_head, transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.loading import check_memory
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import features, probing
-from vit_jax.experiment import data_record, workdirs
-from vit_jax.experiment.build import make_eval_batches, make_mesh, open_start, reader_for
-from vit_jax.experiment.reporter import console_of
+from vit_jax.experiment import data_manifest, workdirs
+from vit_jax.experiment.build import make_eval_batches, make_mesh, make_readers, open_start
+from vit_jax.experiment.reporter import make_console
 from vit_jax.models import abstract_params, build
 from vit_jax.models.compute import resolve_compute
 
@@ -38,46 +38,46 @@ def probe(
       The result, and the path of the file that contains it.
     """
     job = job or Job()
-    config = records.checked(config, where='config')
-    job.require_same('this evaluation', workdirs.run_settings(config, path))
+    config = records.validated(config, where='config')
+    job.require_equal('this evaluation', workdirs.collect_settings(config, path))
     if (fewshot := config.fewshot) is None:
         raise UserError('config.fewshot is not set; pass --config.fewshot=FewshotConfig')
     if (start := open_start(config)) is None:
         raise UserError('config.start_from is not set; expected the checkpoint to evaluate')
     origin = {'origin': list(start.origin)}
-    job.require_same('start_from', origin)
+    job.require_equal('start_from', origin)
     card, preprocessing = start.card, start.card.preprocessing
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
 
     size = config.image_size or card.model.image_size
-    body = dataclasses.replace(headless(card.model), image_size=size)
+    body = dataclasses.replace(remove_head(card.model), image_size=size)
     compute = resolve_compute(config.compute, body, platform=jax.default_backend())
     dtype, mesh = compute.dtype, make_mesh(config)
     check_memory(config.eval_batch_size or config.batch_size, size, 'config.eval_batch_size')
-    reader, batches = reader_for(config, preprocessing, size), make_eval_batches(config, mesh)
+    reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
     model, exact = build(body, compute=compute), dtype == 'float32'
     evaluator = features.make_feature_evaluator(model, preprocessing, batches, exact=exact)
 
     values = records.to_dict(config)
-    sources = data_record.find_sources(None, [], probes) if job.count > 1 else {}
-    with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
-        with data_record.compare_data(workdir, sources, job):
+    sources = data_manifest.name_sources(None, [], probes) if job.count > 1 else {}
+    with workdirs.open_workdir(path, values, job, accept_changes=accept_changes) as workdir:
+        with data_manifest.compare_data(workdir, sources, job):
             fresh = abstract_params(body)
             shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
-            abstract = sharding_rules.abstract(fresh, shardings)
+            abstract = sharding_rules.abstract_arrays(fresh, shardings)
             evaluator = evaluator.compile(abstract, probes.example)
         params, report = transfer(start.read(), old=card.model, new=body, fresh=fresh)
         lines = [f'start_from {start.path}', *start.report, *report, f'compute {compute}']
-        console_of(job).print('\n'.join(lines))
+        make_console(job).print('\n'.join(lines))
         placed = meshes.put(params, shardings)
-        features_of = features.features_by(evaluator, placed, watch=job.tick_each)
+        features_of = features.make_feature_function(evaluator, placed, watch=job.tick_each)
         if fewshot.feature_cache is not None and job.count == 1:
             digest = features.digest_model(body, params, preprocessing=preprocessing, dtype=dtype)
-            features_of = features.cached(features_of, pathlib.Path(fewshot.feature_cache), digest)
+            features_of = features.cache(features_of, pathlib.Path(fewshot.feature_cache), digest)
         result = probing.evaluate(features_of, probes, preprocessing)
         result |= {'step': card.step, 'checkpoint': start.path} | origin
         if job.index == 0:
-            workdir.check()
+            workdir.check_held()
             write_json(workdir.folder / workdirs.FEWSHOT, result)
     return result, workdir.folder / workdirs.FEWSHOT

@@ -1,4 +1,4 @@
-"""Reports the progress of a run on the screen, in metrics.jsonl, ledger.jsonl and TensorBoard.
+"""Reports the progress of a run on the screen, in metrics.jsonl, events.jsonl and TensorBoard.
 
 metrics.jsonl has one line of metrics per kind and step, without duplicates after a restart:
 
@@ -7,7 +7,7 @@ metrics.jsonl has one line of metrics per kind and step, without duplicates afte
 `time` is in UTC, by the clock of the host. `run` counts the starts in this work directory, from 1.
 `seconds` is the time since this start was ready for its first step.
 
-ledger.jsonl has one event per line, with the wall time of this start until then by activity:
+events.jsonl has one event per line, with the wall time of this start until then by activity:
 
     {"run": 2, "event": "saving", "step": 300, "time": 1760.1, "seconds": {"step": 50.2}}
 """
@@ -21,19 +21,19 @@ from typing import Any
 
 from rich.console import Console
 
-from vit_jax.base import Path, counted, records, storage, usable
-from vit_jax.base.held_objects import GrowingObject
+from vit_jax.base import Path, plural, records, storage, usable
+from vit_jax.base.bucket_lease import GrowingObject
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import Experiment
-from vit_jax.experiment.workdirs import LEDGER, METRICS
-from vit_jax.models import ViTConfig, multiply_adds, parameter_count
+from vit_jax.experiment.workdirs import EVENTS, METRICS
+from vit_jax.models import ViTConfig, count_multiply_adds, count_params
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
 
 _BOARD = 'tensorboard'
 
 
-def console_of(job: Job) -> Console:
+def make_console(job: Job) -> Console:
     """Returns a console that prints on process 0 only."""
     quiet = job.index != 0
     return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
@@ -84,10 +84,10 @@ class Reporter:
             for line in storage.read_json_lines(folder / METRICS, kind=str, step=int)
             if line['step'] < first or (line['step'] == first and line['kind'] not in rewritten)
         ]
-        events = read_ledger(folder / LEDGER)
+        events = read_events(folder / EVENTS)
         self._run = 1 + max((event['run'] for event in events), default=0)
-        self.earlier = total_seconds(events)
-        for name, values in {METRICS: lines, LEDGER: events}.items():
+        self.earlier = sum_seconds(events)
+        for name, values in {METRICS: lines, EVENTS: events}.items():
             with usable(path := folder / name):
                 with storage.atomic_write(path) as partial:
                     partial.write_text(''.join(json.dumps(value) + '\n' for value in values))
@@ -115,7 +115,7 @@ class Reporter:
         """Appends a line to a file. Raises UserError if the file is not writable or was removed."""
         if name in self._files:
             path = self._folder / name
-            storage.require_kept(path)
+            storage.require_exists(path)
             with usable(path):
                 self._files[name].write(json.dumps(values) + '\n')
 
@@ -125,26 +125,26 @@ class Reporter:
         return {'recent': [each._asdict() for each in self._recent], 'skipped': self.skipped}
 
     def record_event(self, event: str, step: int | None) -> None:
-        """Writes an event to the ledger. `step` is the step of the current state, if any."""
-        self.clock.settle()
+        """Writes an event to the event log. `step` is the step of the current state, if any."""
+        self.clock.record_elapsed()
         values = {'run': self._run, 'event': event, 'step': step, 'time': round(time.time(), 4)}
         values['seconds'] = {name: round(number, 4) for name, number in self.clock.seconds.items()}
-        self._append(LEDGER, values)
+        self._append(EVENTS, values)
 
-    def step(self, step: int, metrics: StepMetrics) -> bool:
+    def record_step(self, step: int, metrics: StepMetrics) -> bool:
         """Adds the metrics of the next step. Returns whether a report was due and written."""
         self._recent.append(metrics)
         self.skipped += self._batch_size - round(metrics.num_examples)
         if metrics.scalars['skipped']:
             loss, norm = str(metrics.means['loss']), str(metrics.scalars['gradient_norm'])
             text = f'update skipped: loss {loss}, gradient_norm {norm}'
-            self.record('skipped', step, {'loss': loss, 'gradient_norm': norm}, text)
+            self.record_metrics('skipped', step, {'loss': loss, 'gradient_norm': norm}, text)
         is_due = step % self._log_every_steps == 0 or step == self._steps.stop
         if is_due:
             self._report(step)
         return is_due
 
-    def record(self, kind: str, step: int, numbers: dict[str, Any], text: str) -> None:
+    def record_metrics(self, kind: str, step: int, numbers: dict[str, Any], text: str) -> None:
         """Prints `text`, and writes `numbers` to metrics.jsonl."""
         self.console.print(f'step {step}: {text}')
         self._write(kind, step, numbers)
@@ -166,7 +166,7 @@ class Reporter:
         self._write('train', step, numbers)
         self.record_event('reported', step)
         pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
-        left = duration(pace * (self._steps.stop - step))
+        left = format_duration(pace * (self._steps.stop - step))
         self.console.print(f'step {step}/{self._steps.stop}  {text}  left {left}')
 
     def _busy_seconds(self) -> float:
@@ -176,24 +176,24 @@ class Reporter:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
         passed = round(time.monotonic() - self._began, 3)
         values = {'kind': kind, 'step': step, 'time': now, 'run': self._run, 'seconds': passed}
-        self._append(METRICS, values | {name: _as_json(value) for name, value in numbers.items()})
+        self._append(METRICS, values | {name: _to_json(value) for name, value in numbers.items()})
         if (board := self._files.get(_BOARD)) is not None:
             for name, value in numbers.items():
                 board.add_scalar(f'{kind}/{name}', float(value), step)
 
 
-def _as_json(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_ledger(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
     """Reads the events of a run, oldest first; [] if there is no file."""
     return storage.read_json_lines(
         path, run=int, event=str, step=int | None, time=float, seconds=dict
     )
 
 
-def total_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
+def sum_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
     """Sums the wall time of all starts by activity, from the last event of each start."""
     totals = collections.Counter[str]()
     for seconds in {event['run']: event['seconds'] for event in events}.values():
@@ -201,37 +201,37 @@ def total_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
     return dict(totals)
 
 
-def outline(experiment: Experiment) -> str:
+def describe_run(experiment: Experiment) -> str:
     """Describes data, length, model, compute options and param groups of a run, in lines."""
     config, model, length = experiment.config, experiment.model.config, experiment.length
     source = experiment.train.source
-    tokens = f'{model.sequence}, ' if isinstance(model, ViTConfig) else ''
+    tokens = f'{model.sequence_summary}, ' if isinstance(model, ViTConfig) else ''
     evaluated = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
-    images = counted(length.batch_size, 'image')
+    images = plural(length.batch_size, 'image')
     lines = [
         f'data    {records.text_of(config.data)}: {len(source):,} training and '
-        f'{evaluated} images, {counted(len(source.class_names), "class")}',
-        f'length  {counted(length.total_steps, "step")} of {images}, {length.epochs:,.1f} epochs; '
-        f'warm-up {counted(length.steps(config.schedule.warmup), "step")}',
-        f'model   {parameter_count(model):,} parameters, {tokens}'
-        f'{multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
+        f'{evaluated} images, {plural(len(source.class_names), "class")}',
+        f'length  {plural(length.total_steps, "step")} of {images}, {length.epochs:,.1f} epochs; '
+        f'warm-up {plural(length.to_steps(config.schedule.warmup), "step")}',
+        f'model   {count_params(model):,} parameters, {tokens}'
+        f'{count_multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
         f'compute {experiment.compute}',
     ]
-    return '\n'.join([*lines, *experiment.report])
+    return '\n'.join([*lines, *experiment.param_group_report])
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Formats seconds as hours, minutes and seconds, such as 1:02:03."""
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def spent(seconds: dict[str, float]) -> str:
+def format_seconds(seconds: dict[str, float]) -> str:
     """Formats wall time and its parts, such as `0:01:02: start 3.0 s, compile 10.2 s, ...`."""
     parts = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items() if s >= 0.05)
-    return f'{duration(sum(seconds.values()))}: {parts}'
+    return f'{format_duration(sum(seconds.values()))}: {parts}'
 
 
-def eval_summary(evals: dict[str, dict[str, float]]) -> str:
+def summarize_evals(evals: dict[str, dict[str, float]]) -> str:
     """Formats the metrics of evaluations in one line."""
     parts = []
     for name, numbers in evals.items():

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import psutil
 from rich.console import Console
 
-from vit_jax.base import Batch, Params, Path, counted, errors, require, storage, write_json
+from vit_jax.base import Batch, Params, Path, errors, plural, require, storage, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading
@@ -26,12 +26,12 @@ from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.evaluator import Evaluator
-from vit_jax.evaluation.features import features_by, make_feature_evaluator
-from vit_jax.experiment import data_record, workdirs
+from vit_jax.evaluation.features import make_feature_evaluator, make_feature_function
+from vit_jax.experiment import data_manifest, workdirs
 from vit_jax.experiment.build import Experiment, Update, build_experiment
-from vit_jax.experiment.reporter import Reporter, console_of, eval_summary, outline
+from vit_jax.experiment.reporter import Reporter, describe_run, make_console, summarize_evals
 from vit_jax.experiment.workdirs import Workdir
-from vit_jax.training.loop import Clock, Every, NotFinite, Stopped, fit
+from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped, fit
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
@@ -78,20 +78,20 @@ def train(
     # The libraries were imported after the process started.
     clock = Clock(0.0 if job is None else time.time() - psutil.Process().create_time())
     job = job or Job()
-    console = console_of(job)
+    console = make_console(job)
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(
             open_run(config, path, job, accept_changes=accept_changes, accept_data=accept_data)
         )
         experiment, workdir, _ = opened
-        console.print(outline(experiment))
-        loader_of = experiment.evaluator.batches.loader_of
+        console.print(describe_run(experiment))
+        loader_of = experiment.evaluator.batches.make_loader
         for reader in (experiment.train, *experiment.evals.values()):
             loader_of(reader)  # caches images on the devices if they fit
         with clock('compile'):
             programs = compile_programs(experiment, console)
         console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
-        checkpoints = open_checkpoints(experiment, workdir, job)
+        checkpoints = open_checkpoint_store(experiment, workdir, job)
         stack.enter_context(contextlib.closing(checkpoints))
         state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
         steps = range(int(state.step), experiment.length.total_steps)
@@ -121,14 +121,14 @@ def open_run(
       UserError: For invalid input, as `train` before it compiles.
     """
     if job.count > 1:
-        job.require_same('this run', workdirs.run_settings(config, path))
-    dtype = job.from_process_0('dtype', lambda: workdirs.recorded_dtype(path))
+        job.require_equal('this run', workdirs.collect_settings(config, path))
+    dtype = job.broadcast_text('dtype', lambda: workdirs.read_dtype(path))
     experiment = build_experiment(config, dtype=dtype)
-    job.require_same('the resolved experiment', experiment.decisions)
-    train, evals, values = experiment.train, experiment.evals, experiment.recorded_config()
-    sources = data_record.find_sources(train, evals.values(), experiment.probes)
-    with workdirs.opened(path, values, job, accept_changes=accept_changes) as workdir:
-        compared = data_record.compare_data(workdir, sources, job, accept=accept_data)
+    job.require_equal('the resolved experiment', experiment.host_choices)
+    train, evals, values = experiment.train, experiment.evals, experiment.export_config()
+    sources = data_manifest.name_sources(train, evals.values(), experiment.probes)
+    with workdirs.open_workdir(path, values, job, accept_changes=accept_changes) as workdir:
+        compared = data_manifest.compare_data(workdir, sources, job, accept=accept_data)
         with compared as check_data:
             yield OpenedRun(experiment, workdir, check_data)
 
@@ -144,7 +144,7 @@ class Programs(NamedTuple):
 def compile_programs(experiment: Experiment, console: Console) -> Programs:
     """Compiles the update and the evaluators. Prints a line per sharded array."""
     state, mesh = abstract_state(experiment), experiment.mesh
-    for line in sharding_rules.sharding_report(state, shardings_of(state), mesh):
+    for line in sharding_rules.sharding_report(state, get_shardings(state), mesh):
         console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
     update = lower_update(experiment, state).compile()
@@ -158,11 +158,11 @@ def abstract_state(experiment: Experiment) -> TrainState:
     """
     state, config = jax.eval_shape(experiment.init), experiment.config.mesh
     shardings = sharding_rules.shardings_for(state, experiment.mesh, config)
-    sharding_rules.check_split(state, shardings, experiment.mesh, config)
-    return sharding_rules.abstract(state, shardings)
+    sharding_rules.require_sharded(state, shardings, experiment.mesh, config)
+    return sharding_rules.abstract_arrays(state, shardings)
 
 
-def shardings_of(abstract: Any) -> Any:
+def get_shardings(abstract: Any) -> Any:
     """Returns the shardings of abstract arrays."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
@@ -171,7 +171,7 @@ def lower_update(experiment: Experiment, state: TrainState) -> Any:
     """Traces and lowers the update step, which donates its state."""
     size, reader = experiment.config.batch_size, experiment.train
     batch = loading.abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
-    out_shardings = shardings_of(state), meshes.replicated(experiment.mesh)
+    out_shardings = get_shardings(state), meshes.replicated(experiment.mesh)
     options = {'donate_argnums': 0, 'out_shardings': out_shardings}
     return meshes.jit_on(experiment.update, experiment.mesh, **options).lower(state, batch)
 
@@ -190,7 +190,7 @@ def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Eval
     return compiled
 
 
-def open_checkpoints(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
+def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
     """Opens the checkpoints of a run. Moves damaged ones aside, with a warning."""
     folder, check = workdir
     job.reset_watchdog()
@@ -202,7 +202,7 @@ def open_checkpoints(experiment: Experiment, workdir: Workdir, job: Job) -> Chec
     job.reset_watchdog()
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
     checkpoints = Checkpoints(folder, keep=keep, along=along, held=check)
-    job.require_same('the step to resume from', {'step': checkpoints.latest_step})
+    job.require_equal('the step to resume from', {'step': checkpoints.latest_step})
     return checkpoints
 
 
@@ -225,7 +225,7 @@ def restore_or_init(
     Raises:
       UserError: If the newest checkpoint is beyond the last step.
     """
-    shardings = shardings_of(abstract)
+    shardings = get_shardings(abstract)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     if step is not None:
         where = checkpoints.path(step)
@@ -239,7 +239,7 @@ def restore_or_init(
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
     state, start = init(), experiment.start
     if start is not None:
-        params, report = experiment.transferred(start, state.params)
+        params, report = experiment.transfer_params(start, state.params)
         console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
         params = meshes.put(params, shardings.params)
         average = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
@@ -264,19 +264,19 @@ class Run:
         experiment, workdir, check_data = self.opened
         self.reporter.record_event('training', steps.start)
         if self.job.index == 0:  # accepted changes of the configuration are now known to work
-            workdir.check()
-            write_config(workdir.folder / workdirs.CONFIG, experiment.recorded_config())
+            workdir.check_held()
+            write_config(workdir.folder / workdirs.CONFIG, experiment.export_config())
         self.job.save_on_signals()
         try:
             self._resume_evaluations(state, steps)
             state = self._fit(state, steps, profile)
-        except NotFinite as error:
+        except NotFiniteError as error:
             self._finish('diverged', None)
             last = self.checkpoints.latest_step
             good = 'none' if last is None else self.checkpoints.path(last)
-            raise NotFinite(f'{error}; last good checkpoint: {good}') from error
-        except (Stopped, Interrupted) as stopped:
-            state = stopped.state if isinstance(stopped, Stopped) else state
+            raise NotFiniteError(f'{error}; last good checkpoint: {good}') from error
+        except (TrainingStopped, Interrupted) as stopped:
+            state = stopped.state if isinstance(stopped, TrainingStopped) else state
             step = int(state.step)
             self.save(step, state)
             self._finish('stopped', step)
@@ -298,13 +298,13 @@ class Run:
     def _fit(self, state: TrainState, steps: range, profile: range) -> TrainState:
         experiment, workdir, _ = self.opened
         config = experiment.config
-        loader = experiment.evaluator.batches.loader_of(experiment.train)
+        loader = experiment.evaluator.batches.make_loader(experiment.train)
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
         folder, console = workdir.folder / 'profile', self.reporter.console
         watched = profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
-        save = Every(experiment.length.interval(config.checkpoint_every_steps), self.save)
+        save = PeriodicAction(experiment.length.interval(config.checkpoint_every_steps), self.save)
         with contextlib.closing(watched):
             return fit(
                 self.programs.update,
@@ -317,7 +317,7 @@ class Run:
                 max_skipped_steps=config.max_skipped_steps,
             )
 
-    def _evaluations(self) -> list[Every]:
+    def _evaluations(self) -> list[PeriodicAction]:
         """Returns an observer of the training loop for each evaluation, with its interval."""
         config, every = self.opened.experiment.config, self.opened.experiment.length.interval
         usual, evaluations = config.eval_every_steps, config.evaluations.items()
@@ -325,7 +325,7 @@ class Run:
         if config.fewshot is not None:
             intervals['fewshot'] = config.fewshot.every_steps
         return [
-            Every(every(interval), functools.partial(self.evaluate, name))
+            PeriodicAction(every(interval), functools.partial(self.evaluate, name))
             for name, interval in intervals.items()
         ]
 
@@ -339,7 +339,7 @@ class Run:
                 observer.run(steps.start, state)
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
-        if self.reporter.step(step, metrics):
+        if self.reporter.record_step(step, metrics):
             self.checkpoints.check()
             self.opened.check_data(0)
 
@@ -350,7 +350,7 @@ class Run:
             self.reporter.record_event('saving', step)
             self.reporter.flush()
             params, training = state.split()
-            card, progress = self.opened.experiment.card(step), self.reporter.progress
+            card, progress = self.opened.experiment.make_card(step), self.reporter.progress
             self.checkpoints.save(step, params, training, card, progress)
 
     def _finish(self, event: str, step: int | None) -> None:
@@ -369,7 +369,7 @@ class Run:
                 numbers, text = self._probe(step, state)
             else:
                 numbers, text = self._measure(name, state)
-        self.reporter.record(name, step, numbers, text)
+        self.reporter.record_metrics(name, step, numbers, text)
 
     def _measure(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
         """Evaluates a split. Returns loss and metrics, and a summary."""
@@ -378,7 +378,7 @@ class Run:
         result = evaluate(state.eval_params, reader, watch=self.job.tick_each)
         self.evals[name] = result.means
         numbers = result.means | {'count': result.num_images}
-        text = f'{eval_summary({name: result.means})} on {counted(result.num_images, "image")}'
+        text = f'{summarize_evals({name: result.means})} on {plural(result.num_images, "image")}'
         if unreadable := len(reader.source) - result.num_images:
             numbers['unreadable'] = unreadable
             text += f', {unreadable:,} unreadable'
@@ -389,13 +389,13 @@ class Run:
         experiment, workdir, _ = self.opened
         assert experiment.probes is not None  # `_evaluations` checks config.fewshot
         evaluator, params = self.programs.evaluators['fewshot'], state.eval_params
-        features_of = features_by(evaluator, params, watch=self.job.tick_each)
+        features_of = make_feature_function(evaluator, params, watch=self.job.tick_each)
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
         self.fewshot = result | {'step': step, 'checkpoint': str(workdir.folder)}
         if self.job.index == 0:
-            workdir.check()
+            workdir.check_held()
             write_json(workdir.folder / workdirs.FEWSHOT, self.fewshot)
-        return probing.numbers(self.fewshot), probing.summary(self.fewshot)
+        return probing.name_accuracies(self.fewshot), probing.summarize(self.fewshot)
 
 
 def profile_steps(
@@ -422,7 +422,7 @@ def _write_profile(local: str, folder: Path, console: Console) -> None:
     """
     with _warn_of_errors(folder):
         jax.profiler.stop_trace()
-        for file in storage.folder(local).rglob('*.*'):  # folder names have no dots
+        for file in storage.resolve_folder(local).rglob('*.*'):  # folder names have no dots
             path = folder / file.relative_to(local)
             storage.make_folder(path.parent)
             path.write_bytes(file.read_bytes())
@@ -435,4 +435,4 @@ def _warn_of_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logging.warning('%s: cannot write the profile: %s', folder, errors.one_line(error))
+        logging.warning('%s: cannot write the profile: %s', folder, errors.format_error(error))

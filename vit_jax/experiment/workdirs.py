@@ -1,6 +1,6 @@
 """Opens the work directory of an experiment, which one run at a time may use.
 
-All processes of a run must have equal `run_settings`: configuration, code and packages.
+All processes of a run must have equal `collect_settings`: configuration, code and packages.
 """
 
 import contextlib
@@ -16,27 +16,27 @@ from importlib import metadata
 from typing import IO, Any, NamedTuple
 
 from vit_jax.base import Path, UserError, records, storage, sync, usable
-from vit_jax.base.storage import locked as lock_file
+from vit_jax.base.storage import try_lock as lock_file
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import TrainConfig, differing, read_config, write_config
 from vit_jax.distributed.processes import Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
-LEDGER, LOCK, DATA = 'ledger.jsonl', '.lock', 'data.json.gz'
+EVENTS, LOCK, MANIFEST = 'events.jsonl', '.lock', 'data_manifest.json.gz'
 _PACKAGE = pathlib.Path(__file__).parent.parent
-_COMPUTE = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
+_PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
 
 
 class Workdir(NamedTuple):
     """The directory of a run. `check` raises UserError if another run has taken it over."""
 
     folder: Path
-    check: Callable[[], None] = lambda: None  # a file lock cannot be lost
+    check_held: Callable[[], None] = lambda: None  # a file lock cannot be lost
 
 
 @contextlib.contextmanager
-def opened(
+def open_workdir(
     path: str, config: dict[str, Any], job: Job, *, accept_changes: bool = False
 ) -> Iterator[Workdir]:
     """Locks the directory of an experiment, and creates it if necessary.
@@ -52,22 +52,22 @@ def opened(
         another version of vit_jax, has checkpoints of another configuration (unless
         `accept_changes` is True), or is not shared by all processes of the job.
     """
-    folder = storage.folder(path)
+    folder = storage.resolve_folder(path)
     workdir = Workdir(folder)
     with contextlib.ExitStack() as stack:
         if job.index == 0:
             with usable(folder):
-                hold = _leased if storage.is_remote(folder) else locked
+                hold = _lease_workdir if storage.is_remote(folder) else lock_workdir
                 workdir = stack.enter_context(hold(folder))
-                _keep_config(folder, config, accept_changes=accept_changes)
+                _check_and_write_config(folder, config, accept_changes=accept_changes)
         job.barrier('workdir is created')
         with usable(lock := folder / LOCK):
             text = lock.read_text() if lock.exists() else 'absent'
-        job.require_same('the workdir, which all processes share', {'lock': text})
+        job.require_equal('the workdir, which all processes share', {'lock': text})
         yield workdir
 
 
-def _keep_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
+def _check_and_write_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
     """Writes config.json if it has no changes. `Run.train` writes accepted changes later.
 
     Raises UserError if there are checkpoints with other values of fields that are not FREE, unless
@@ -88,15 +88,15 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 
     Raises UserError if it is unreadable, or if another version of vit_jax wrote it.
     """
-    if not digests.steps(folder / FOLDER):
+    if not digests.list_steps(folder / FOLDER):
         return None
     with usable(folder / CONFIG, 'the configuration of the run that has checkpoints here'):
         return read_config(folder / CONFIG)
 
 
-def recorded_dtype(path: str) -> str:
+def read_dtype(path: str) -> str:
     """Reads the `compute.dtype` of the run in a work directory; `auto` if there is no run."""
-    folder = storage.folder(path)
+    folder = storage.resolve_folder(path)
     if (recorded := _read_config(folder)) is None:
         return 'auto'
     with usable(folder / CONFIG, 'the configuration of a run'):
@@ -104,7 +104,7 @@ def recorded_dtype(path: str) -> str:
 
 
 @contextlib.contextmanager
-def locked(folder: pathlib.Path) -> Iterator[Workdir]:
+def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
     """Locks a local directory by its lock file, which describes the process.
 
     The operating system releases the lock when the process exits. Raises UserError if another
@@ -118,12 +118,12 @@ def locked(folder: pathlib.Path) -> Iterator[Workdir]:
         if other := _other_holder(file):
             raise UserError(f'workdir {folder} is in use by {other}')
         file.truncate(0)
-        file.write(_name_of_this_run())
+        file.write(_describe_process())
         file.flush()
         yield Workdir(folder)
 
 
-def holder(folder: pathlib.Path) -> str | None:
+def find_holder(folder: pathlib.Path) -> str | None:
     """Describes the process that has locked a local directory; None if there is none."""
     if not (folder / LOCK).exists():
         return None
@@ -141,40 +141,40 @@ def _other_holder(file: IO[str]) -> str | None:
 
 
 @contextlib.contextmanager
-def _leased(folder: Path) -> Iterator[Workdir]:
+def _lease_workdir(folder: Path) -> Iterator[Workdir]:
     """Leases a folder on a bucket, after a test of all permissions that a run needs."""
-    storage.require_usable(folder)
-    from vit_jax.base.held_objects import Lease
+    storage.require_writable_bucket(folder)
+    from vit_jax.base.bucket_lease import Lease
 
-    lease = Lease(folder / LOCK, _name_of_this_run())
+    lease = Lease(folder / LOCK, _describe_process())
     try:
         yield Workdir(folder, lease.check)
     finally:
         lease.release()
 
 
-def _name_of_this_run() -> str:
+def _describe_process() -> str:
     now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
     return f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n'
 
 
-def run_settings(config: TrainConfig, path: str) -> dict[str, Any]:
+def collect_settings(config: TrainConfig, path: str) -> dict[str, Any]:
     """Returns what must be equal in all processes: configuration, workdir, code, packages."""
-    values = {'config': records.to_dict(config), 'workdir': str(storage.folder(path))}
-    return values | installed_software()
+    values = {'config': records.to_dict(config), 'workdir': str(storage.resolve_folder(path))}
+    return values | describe_software()
 
 
-def installed_software() -> dict[str, Any]:
+def describe_software() -> dict[str, Any]:
     """Returns package versions, and a digest of each file of vit_jax."""
     code = {
         str(file.relative_to(_PACKAGE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for file in sorted(_PACKAGE.rglob('*.py'))
         if not file.is_relative_to(_PACKAGE / 'configs')  # its values are compared
     }
-    return {'code': code, 'packages': installed_packages()}
+    return {'code': code, 'packages': package_versions()}
 
 
-def installed_packages() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that affect results."""
-    versions = {name: metadata.version(name) for name in _COMPUTE}
+    versions = {name: metadata.version(name) for name in _PACKAGES}
     return {'python': platform.python_version()} | versions

@@ -19,7 +19,7 @@ from vit_jax.models.taps import Reduction
 def compute(images: Images, network: Network) -> Numbers:
     """Returns `distance` (l k) in pixels, its value for `uniform` attention, image `width`."""
     config = network.vit
-    captures = images.captures(network, {'attention/weights': mean_distance(network)})
+    captures = images.capture(network, {'attention/weights': mean_distance(network)})
     patches = config.num_tokens - config.prefix
     uniform = attention.uniform_distance(config.grid, network.patch_size)
     return {
@@ -35,7 +35,7 @@ def mean_distance(network: Network) -> Reduction:
     grid, size, prefix = network.vit.grid, network.patch_size, network.vit.prefix
 
     def distances(weights: Float[Array, 'b k n n']) -> Float[Array, 'k']:
-        return attention.mean_distance(weights[None], grid, size, prefix=prefix)[0]
+        return attention.mean_attention_distance(weights[None], grid, size, prefix=prefix)[0]
 
     return distances
 
@@ -50,12 +50,12 @@ def draw(numbers: Numbers) -> style.Drawing:
     axes = drawing.subplots()
     depth = np.arange(blocks).repeat(heads)
     axes.scatter(depth, distance, s=28, alpha=0.5, color=style.COLORS[0], label='head')
-    axes.plot(distance.mean(axis=1), **style.line(1, 'mean of the heads'))
+    axes.plot(distance.mean(axis=1), **style.line_style(1, 'mean of the heads'))
     axes.axhline(uniform, color='black', linestyle='--', label='uniform attention')
     axes.set_ylabel('mean attention distance (pixels)')
     axes.set_ylim(0, 1.08 * max(uniform, distance.max()))
-    style.by_depth(axes)
-    style.legend(drawing, axes)
+    style.label_depth_axis(axes)
+    style.add_legend(drawing, axes)
     return drawing
 
 

@@ -24,24 +24,24 @@ def compute(images: Images, network: Network) -> Numbers:
     config = network.vit
 
     def of_read_tokens(weights: Float[Array, 'b k n n']) -> Float[Array, 'k m']:
-        return mean_of_read_tokens(config, weights[0])[:, config.prefix :]
+        return average_pooled_tokens(config, weights[0])[:, config.prefix :]
 
     wanted: dict[str, Reduction] = {'attention/weights': of_read_tokens}
     if config.pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights[0, :, 0]
-    (captured,) = images.captures(network, wanted, most=1)
+    (captured,) = images.capture(network, wanted, most=1)
     maps, names = [*captured['attention/weights']], [str(block) for block in range(config.depth)]
     if config.pool == 'map':
         maps.append(captured['pool/attention/weights'])
         names.append('pool')
     return {
-        'image': images.first(network, 1)[0],
+        'image': images.first_images(network, 1)[0],
         'maps': np.stack(maps).reshape(len(maps), -1, *config.grid),
         'layers': np.array(names),
     }
 
 
-def mean_of_read_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Float[Array, 'b m']:
+def average_pooled_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Float[Array, 'b m']:
     """Averages the rows of the tokens that the head reads."""
     match config.pool:
         case 'cls':
@@ -61,7 +61,7 @@ def mean_of_read_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Float
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws the image and a map per head and block."""
-    image, maps = numbers['image'], style.relative(numbers['maps'])
+    image, maps = numbers['image'], style.divide_by_max(numbers['maps'])
     layers, heads = style.evenly(len(maps), _MOST_LAYERS), style.evenly(maps.shape[1], _MOST_HEADS)
     tiles = maps[np.ix_(layers, heads)]
     height, width = len(layers) * tiles.shape[2], len(heads) * tiles.shape[3]
@@ -71,9 +71,9 @@ def draw(numbers: Numbers) -> style.Drawing:
     left.imshow(image)
     left.set_axis_off()
     rows = numbers['layers'][layers].tolist()
-    style.mosaic(right, tiles, rows=rows, columns=heads, **style.SHARES)
+    style.draw_mosaic(right, tiles, rows=rows, columns=heads, **style.UNIT_RANGE)
     right.set(xlabel='head', ylabel='block (0 is next to the image)')
-    style.colorbar(right, 'attention, relative to\nthe largest in the map')
+    style.add_colorbar(right, 'attention, relative to\nthe largest in the map')
     return drawing
 
 

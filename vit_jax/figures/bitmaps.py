@@ -20,7 +20,7 @@ _WHITE, _DARK, _GRAY = np.array([255, 255, 255]), np.array([8, 48, 107]), (128, 
 Pixels = UInt8[np.ndarray, 'h w 3']
 
 
-def contact_sheet(
+def draw_contact_sheet(
     rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
 ) -> Image.Image:
     """Draws rows of equally large images with row names and column titles `heads`.
@@ -43,7 +43,7 @@ def contact_sheet(
     return Image.fromarray(np.concatenate([head, *lines]))
 
 
-def confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Image.Image:
+def draw_confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Image.Image:
     """Draws a cell per pair of classes; darker cells have a larger share of their row.
 
     Large cells contain percentages. If there is no room for all names, every n-th is written. With

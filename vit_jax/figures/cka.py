@@ -26,7 +26,7 @@ from vit_jax.models import ModelConfig
 
 _MOST_TICKS = 24
 _PART = re.compile(r'block\d+|stage\d+/unit\d+')
-terms_of = jax.jit(cka.terms)  # of Gram matrices
+compute_terms = jax.jit(cka.terms)  # of Gram matrices
 
 
 def compute(images: Images, *networks: Network) -> Numbers:
@@ -45,7 +45,7 @@ def similarity(
         for batches in zip(*(images.batches(network) for network in networks), strict=True):
             each = [gram(batch) for gram, batch in zip(grams, batches, strict=True)]
             total = jnp.concatenate(each)
-            yield terms_of(total, total)
+            yield compute_terms(total, total)
 
     names = [network.name for network in networks]
     return {
@@ -63,7 +63,7 @@ def gram_matrices(
     They are computed inside the blocks, so that features of all layers are never in memory at once.
     """
     capture = network.capture(layers.same_reduction(chosen, cka.centered_gram))
-    return lambda batch: layers.stack(capture(batch), chosen)
+    return lambda batch: layers.stack_layers(capture(batch), chosen)
 
 
 def ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
@@ -85,7 +85,7 @@ def draw(numbers: Numbers) -> style.Drawing:
     for start in starts[1:]:
         axes.axvline(start - 0.5, color='white', linewidth=3)
         axes.axhline(start - 0.5, color='white', linewidth=3)
-    room = (style.letters(5.2 * count / len(networks)) for count in ends - starts)
+    room = (style.count_letters(5.2 * count / len(networks)) for count in ends - starts)
     names = [style.shorten(str(networks[i]), most) for i, most in zip(starts, room, strict=True)]
     middles = (starts + ends - 1) / 2
     above, right = axes.secondary_xaxis('top'), axes.secondary_yaxis('right')
@@ -94,13 +94,13 @@ def draw(numbers: Numbers) -> style.Drawing:
     for axis in above, right:
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-    style.colorbar(axes, 'CKA')
+    style.add_colorbar(axes, 'CKA')
     return drawing
 
 
 def draw_matrix(axes: Axes, values: Float[np.ndarray, 't t'], names: np.ndarray) -> None:
     """Draws a matrix of layers, with a tick at the start of blocks or units."""
-    axes.imshow(values, interpolation='nearest', **style.SHARES)
+    axes.imshow(values, interpolation='nearest', **style.UNIT_RANGE)
     parts = {i: found[0] for i, name in enumerate(names) if (found := _PART.match(str(name)))}
     ticks: dict[int, str] = {}
     for i, part in parts.items():
@@ -111,4 +111,4 @@ def draw_matrix(axes: Axes, values: Float[np.ndarray, 't t'], names: np.ndarray)
     axes.set_yticks([*ticks], [*ticks.values()])
 
 
-FIGURE = Figure(__doc__, compute, draw, of_all=True)
+FIGURE = Figure(__doc__, compute, draw, compares_models=True)

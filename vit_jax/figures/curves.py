@@ -26,7 +26,7 @@ class Curve(NamedTuple):
 
 
 @style.styled
-def curves(
+def draw_curves(
     title: str,
     drawn: Sequence[Curve],
     *,
@@ -46,7 +46,7 @@ def curves(
     drawing = style.canvas(_WIDTH, _HEIGHT, title)
     axes = drawing.subplots()
     for curve in drawn:
-        look = style.line(curve.place or 0, curve.name) | {
+        look = style.line_style(curve.place or 0, curve.name) | {
             'linestyle': curve.style or 'none',
             'fillstyle': curve.fill,
             'markeredgewidth': 1,
@@ -62,15 +62,15 @@ def curves(
         axes.plot(curve.x, curve.y, **look)
     axes.set(xlabel=x, ylabel=y)
     if scale == 'magnitudes':
-        style.magnitudes(axes)
+        style.use_log_scale(axes)
     elif scale == 'percent':
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis='y', color='0.9')
-    style.legend(drawing, axes)
+    style.add_legend(drawing, axes)
     return drawing
 
 
-class Measured(NamedTuple):
+class MeanCurve(NamedTuple):
     """Means and standard deviations along x."""
 
     name: str
@@ -80,9 +80,9 @@ class Measured(NamedTuple):
 
 
 @style.styled
-def measured(
+def draw_means(
     title: str,
-    drawn: Sequence[Measured],
+    drawn: Sequence[MeanCurve],
     *,
     x: str,
     y: str,
@@ -109,7 +109,7 @@ def measured(
     axes = drawing.subplots()
     for place, line in enumerate(drawn):
         order = np.argsort(line.x)
-        look = style.line(place, line.name) | ({} if joined else {'linestyle': 'none'})
+        look = style.line_style(place, line.name) | ({} if joined else {'linestyle': 'none'})
         bars = line.deviation[order] if line.deviation.any() else None
         axes.errorbar(line.x[order], line.mean[order], yerr=bars, capsize=3, capthick=1.2, **look)
     axes.set(xlabel=x, ylabel=y)
@@ -127,12 +127,12 @@ def measured(
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis='y', color='0.9')
     if len(drawn) > 1:
-        style.legend(drawing, axes)
+        style.add_legend(drawing, axes)
     return drawing
 
 
 @style.styled
-def where_time_went(seconds: Mapping[str, Mapping[str, float]]) -> style.Drawing:
+def draw_time_shares(seconds: Mapping[str, Mapping[str, float]]) -> style.Drawing:
     """Draws a bar per run with the shares of its wall time by activity."""
     names = [style.shorten(name, 32) for name in seconds]
     drawing = style.canvas(_WIDTH, 1.6 + 0.45 * len(names), 'Wall time by activity')
@@ -148,5 +148,5 @@ def where_time_went(seconds: Mapping[str, Mapping[str, float]]) -> style.Drawing
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set(xlim=(0, 1), xlabel='share of the wall time, over all starts')
-    style.legend(drawing, axes)
+    style.add_legend(drawing, axes)
     return drawing

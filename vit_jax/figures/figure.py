@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Float, Int, Params, UserError, counted, require
+from vit_jax.base import Array, Batch, Float, Int, Params, UserError, plural, require
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import ExampleRef, ImageReader, LoaderConfig
 from vit_jax.distributed import meshes
-from vit_jax.models import ResNetConfig, ViTConfig, with_exact_products
+from vit_jax.models import ResNetConfig, ViTConfig, with_highest_precision
 from vit_jax.models.taps import Reduction
-from vit_jax.pretrained import Loaded
+from vit_jax.pretrained import LoadedModel
 
 # In the order of the page. These modules need matplotlib, an extra.
 NAMES = (
@@ -56,7 +56,7 @@ class Figure:
     compute: Callable[..., Numbers]  # (images, network) or (images, *networks)
     draw: Callable[[Numbers], Any]  # returns a matplotlib figure
     finding: Callable[[Numbers], str] = lambda _: ''  # a sentence with the main result
-    of_all: bool = False  # whether one picture shows all models
+    compares_models: bool = False  # whether one picture shows all models
     needs_images: bool = True
 
     @property
@@ -81,7 +81,7 @@ class Network:
     """A model on the devices, with a reader that prepares images for it."""
 
     name: str
-    loaded: Loaded
+    loaded: LoadedModel
     params: Params  # on the devices of the mesh
     reader: ImageReader
     mesh: Mesh
@@ -115,7 +115,7 @@ class Network:
         @functools.partial(jax.jit, out_shardings=meshes.replicated(self.mesh))
         def run(params: Params, images: Array) -> Any:
             normalized = normalize(images, self.loaded.preprocessing)
-            return with_exact_products(function)(params, normalized)
+            return with_highest_precision(function)(params, normalized)
 
         return lambda batch: run(self.params, batch['images'])
 
@@ -128,34 +128,34 @@ class Images:
     batch_size: int
     progress: Progress = lambda items, total: items
 
-    def used(self, most: int | None = None) -> Int[np.ndarray, 'm']:
+    def used_indices(self, most: int | None = None) -> Int[np.ndarray, 'm']:
         """Returns the indices in full batches: at most `most` images, but at least one batch."""
         count = len(self.indices) if most is None else min(most, len(self.indices))
         return self.indices[: max(1, count // self.batch_size) * self.batch_size]
 
     def batches(self, network: Network, most: int | None = None) -> Iterator[Batch]:
         """Yields the used images in batches, prepared for a model."""
-        used, size = self.used(most), self.batch_size
+        used, size = self.used_indices(most), self.batch_size
         sharding = meshes.batch_sharding(network.mesh)
         loader = loading.make_loader(network.reader, LoaderConfig(placement='host'), sharding)
         batches = loading.sequential_batches(loader, used, batch_size=size)
         return iter(self.progress(batches, len(used) // size))
 
-    def captures(
+    def capture(
         self, network: Network, wanted: Mapping[str, Reduction], most: int | None = None
     ) -> Iterator[dict[str, Any]]:
         """Yields the intermediates of `Model.capture` for each batch, as numpy arrays."""
         capture = network.capture(wanted)
         return (jax.device_get(capture(batch)) for batch in self.batches(network, most))
 
-    def first(self, network: Network, count: int) -> Float[np.ndarray, 'n h w c']:
+    def first_images(self, network: Network, count: int) -> Float[np.ndarray, 'n h w c']:
         """Returns the first images, cropped for a model, with values in [0, 1]."""
         refs = self.indices[:count].tolist()
         images = [network.reader.example(ExampleRef(index))[0] for index in refs]
         return np.stack(images).astype(np.float32) / 255
 
 
-def readable(
+def find_readable(
     reader: ImageReader, most: int, progress: Progress
 ) -> tuple[Int[np.ndarray, 'n'], list[str]]:
     """Selects at most `most` evenly spread images, and reads them all once.
@@ -173,21 +173,21 @@ def readable(
             return str(error)
         return None
 
-    with futures.ThreadPoolExecutor(loading.cores()) as pool:
+    with futures.ThreadPoolExecutor(loading.count_cores()) as pool:
         texts = list(progress(pool.map(problem, indices.tolist()), len(indices)))
     problems = [text for text in texts if text is not None]
-    none = f'none of {counted(len(indices), "image")} is readable'
+    none = f'none of {plural(len(indices), "image")} is readable'
     require(len(problems) < len(indices), '; '.join([none, *problems[:1]]))
     return indices[[text is None for text in texts]], problems
 
 
-def batch_for(images: int, batch_size: int) -> tuple[int, Mesh]:
+def choose_batch(images: int, batch_size: int) -> tuple[int, Mesh]:
     """Returns a batch size that leaves few images over, and a mesh that divides it."""
     size, devices = images // -(-images // batch_size), jax.devices()
     return size, meshes.make_mesh(meshes.MeshConfig(), devices[: math.gcd(size, len(devices))])
 
 
-def on_devices(name: str, loaded: Loaded, reader: ImageReader, mesh: Mesh) -> Network:
+def put_on_devices(name: str, loaded: LoadedModel, reader: ImageReader, mesh: Mesh) -> Network:
     """Copies the parameters of a model to each device of the mesh."""
     sharding = jax.tree.map(lambda _: meshes.replicated(mesh), loaded.params)
     return Network(name, loaded, meshes.put(loaded.params, sharding), reader, mesh)

@@ -12,7 +12,7 @@ from vit_jax.analysis import filters
 from vit_jax.base import UserError
 from vit_jax.figures import style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
-from vit_jax.models.resnet import standardised
+from vit_jax.models.resnet import standardize
 
 _COMPONENTS, _COLUMNS = 28, 7  # as in figure 7 of the paper
 
@@ -24,11 +24,11 @@ def compute(images: Images, network: Network) -> Numbers:
     if config.backbone is None:
         kernel = np.asarray(params['embedding']['kernel'], np.float32)
     else:
-        kernel = np.asarray(standardised(params['backbone']['conv_root']['kernel']))
+        kernel = np.asarray(standardize(params['backbone']['conv_root']['kernel']))
     components, explained = filters.principal_components(kernel, _COMPONENTS)
     if not np.isfinite(explained).all():
         raise UserError('all filters are equal')
-    pictures = np.asarray(filters.as_picture(components))
+    pictures = np.asarray(filters.to_unit_range(components))
     return {'components': pictures, 'explained': np.asarray(explained)}
 
 

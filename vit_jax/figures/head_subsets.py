@@ -32,14 +32,14 @@ def compute(images: Images, *networks: Network) -> Numbers:
     if not vits or not resnets:
         raise UserError('needs a ViT and a ResNet')
     vit, resnet = vits[0], resnets[0]
-    lower = layers.outputs(resnet.loaded.config)
+    lower = layers.output_layers(resnet.loaded.config)
     lower = lower[: max(1, len(lower) // 2)][:_MOST_LAYERS]
 
     def grams_of_heads(mixed: Float[Array, 'b n k e']) -> Float[Array, 'k b b']:
         return jax.vmap(analysis.centered_gram, in_axes=2)(mixed)
 
     wanted = {'attention/weights': mean_distance(vit), 'attention/heads': grams_of_heads}
-    block0 = [{tap: x[0] for tap, x in each.items()} for each in images.captures(vit, wanted)]
+    block0 = [{tap: x[0] for tap, x in each.items()} for each in images.capture(vit, wanted)]
     distance = np.mean([each['attention/weights'] for each in block0], axis=0)
     subsets = _windows(distance)
     resnet_grams = cka.gram_matrices(resnet, lower)
@@ -48,7 +48,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
         for each, batch in zip(block0, images.batches(resnet), strict=True):
             # The Gram matrix of concatenated heads is the sum of their Gram matrices.
             grams = jnp.einsum('sk,kij->sij', subsets, each['attention/heads'], precision='highest')
-            yield cka.terms_of(grams, resnet_grams(batch))
+            yield cka.compute_terms(grams, resnet_grams(batch))
 
     return {
         'cka': cka.ratio(terms()),
@@ -71,10 +71,10 @@ def draw(numbers: Numbers) -> style.Drawing:
     drawing = style.canvas(8.0, 4.6, title)
     axes = drawing.subplots()
     for place, name in enumerate(numbers['layers'].tolist()):
-        axes.plot(numbers['distance'], numbers['cka'][:, place], **style.line(place, name))
+        axes.plot(numbers['distance'], numbers['cka'][:, place], **style.line_style(place, name))
     axes.set(xlabel='mean attention distance of the heads (pixels)', ylabel='CKA', ylim=(0, 1.02))
-    style.legend(drawing, axes)
+    style.add_legend(drawing, axes)
     return drawing
 
 
-FIGURE = Figure(__doc__, compute, draw, of_all=True)
+FIGURE = Figure(__doc__, compute, draw, compares_models=True)

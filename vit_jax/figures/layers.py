@@ -40,7 +40,7 @@ def all_layers(config: ModelConfig) -> list[Layer]:
     return layers + ([Layer('norm')] if config.final_norm == 'before_pool' else [])
 
 
-def outputs(config: ModelConfig) -> list[Layer]:
+def output_layers(config: ModelConfig) -> list[Layer]:
     """Lists the embedding and the block outputs of a ViT, or the root and the units of a ResNet."""
     if isinstance(config, ResNetConfig):
         return [Layer('root'), *(Layer(f'{unit}/out') for unit in units(config.backbone))]
@@ -58,7 +58,7 @@ def same_reduction(layers: Sequence[Layer], reduction: Reduction) -> dict[str, R
     return dict.fromkeys((layer.tap for layer in layers), reduction)
 
 
-def select(captured: dict[str, Any], layers: Sequence[Layer]) -> list[Any]:
+def select_layers(captured: dict[str, Any], layers: Sequence[Layer]) -> list[Any]:
     """Returns the captured value of each layer."""
 
     def of_block(value: Any, block: int | None) -> Any:
@@ -67,6 +67,6 @@ def select(captured: dict[str, Any], layers: Sequence[Layer]) -> list[Any]:
     return [of_block(captured[tap], block) for tap, block in layers]
 
 
-def stack(captured: dict[str, Any], layers: Sequence[Layer]) -> Array:
+def stack_layers(captured: dict[str, Any], layers: Sequence[Layer]) -> Array:
     """Stacks the captured arrays of t layers, which have equal shapes, to (t ...)."""
-    return jnp.stack(select(captured, layers))
+    return jnp.stack(select_layers(captured, layers))

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from vit_jax.analysis.cka import Terms
-from vit_jax.analysis.localization import localization, patches
+from vit_jax.analysis.localization import localization, split_into_patches
 from vit_jax.base import Array, Float, Params
 from vit_jax.figures import cka, style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
@@ -33,14 +33,14 @@ def compute(images: Images, network: Network) -> Numbers:
         stages = len(config.backbone.blocks)
         tap = f'stage{stages}' if stages else 'root'
     else:
-        tap, prefix, class_tokens = 'tokens', config.prefix, config.positioned_prefix
+        tap, prefix, class_tokens = 'tokens', config.prefix, config.num_class_tokens
 
     def terms(params: Params, pixels: Float[Array, 'b h w c']) -> Terms:
         identity = {tap: lambda x: x.reshape(len(x), -1, x.shape[-1])}
         last = network.loaded.model.capture(params, pixels, identity)[1][tap]
         last = last if isinstance(config, ResNetConfig) else last[-1]
         tokens = jnp.concatenate([last[:, :class_tokens], last[:, prefix:]], axis=1)
-        return localization(tokens, patches(pixels, (rows, columns)))
+        return localization(tokens, split_into_patches(pixels, (rows, columns)))
 
     values = cka.ratio(map(network.compile(terms), images.batches(network)))
     places = [(-1, -1)] * class_tokens + [(i, j) for i in range(rows) for j in range(columns)]
@@ -70,7 +70,7 @@ def draw(numbers: Numbers) -> style.Drawing:
         corner, frame = (column - 0.5, row - 0.5), style.COLORS[1]
         if row >= 0:
             axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=frame, linewidth=2))
-    style.colorbar(panels, 'CKA of token and patch', low=low, high=high)
+    style.add_colorbar(panels, 'CKA of token and patch', low=low, high=high)
     return drawing
 
 

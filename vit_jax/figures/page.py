@@ -44,7 +44,7 @@ class Section(NamedTuple):
     table: Table | None = None
 
 
-def page(title: str, lines: Sequence[str], sections: Sequence[Section]) -> str:
+def render_page(title: str, lines: Sequence[str], sections: Sequence[Section]) -> str:
     """Renders title, lines, table of contents and sections as HTML. Escapes all texts."""
     titles = enumerate(html.escape(section.title) for section in sections)
     text = Template(_PAGE.read_text(encoding='utf-8')).substitute(

@@ -12,8 +12,8 @@ from vit_jax.analysis import positions
 from vit_jax.base import UserError
 from vit_jax.figures import style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
-from vit_jax.models.model import position_array
-from vit_jax.models.positions import LEARNED, MULTIPLES
+from vit_jax.models.model import compute_position_table
+from vit_jax.models.positions import LEARNED, WIDTH_MULTIPLES
 
 _MOST_TILES = 14  # per side
 
@@ -21,12 +21,12 @@ _MOST_TILES = 14  # per side
 def compute(images: Images, network: Network) -> Numbers:
     """Returns the cosine `similarity` (rows columns rows columns) of all pairs of positions."""
     config = network.vit
-    if config.positions not in MULTIPLES:
+    if config.positions not in WIDTH_MULTIPLES:
         raise UserError('the model has no position embeddings')
     if config.positions_at == 'every_layer' and config.positions in LEARNED:
         raise UserError('not supported for separate position embeddings in each layer')
-    table = position_array(config, network.loaded.params)
-    prefix = config.positioned_prefix
+    table = compute_position_table(config, network.loaded.params)
+    prefix = config.num_class_tokens
     return {'similarity': np.asarray(positions.similarity(table, config.grid, prefix=prefix))}
 
 
@@ -42,9 +42,9 @@ def draw(numbers: Numbers) -> style.Drawing:
     )
     axes = drawing.subplots()
     how = {'cmap': style.DIVERGING, 'vmin': -1, 'vmax': 1}
-    style.mosaic(axes, tiles, rows=rows, columns=columns, **how)
+    style.draw_mosaic(axes, tiles, rows=rows, columns=columns, **how)
     axes.set(xlabel='column of the patch', ylabel='row of the patch')
-    style.colorbar(axes, 'cosine similarity', low=-1.0, cmap=style.DIVERGING)
+    style.add_colorbar(axes, 'cosine similarity', low=-1.0, cmap=style.DIVERGING)
     return drawing
 
 

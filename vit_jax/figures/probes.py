@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax.base import Array, Float, Int, UserError
 from vit_jax.evaluation import ridge
-from vit_jax.evaluation.probes import Labelled
+from vit_jax.evaluation.probes import Labeled
 from vit_jax.figures import layers, style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
 from vit_jax.models import ResNetConfig
@@ -30,7 +30,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
     source = networks[0].reader.source
     if not source.class_names or source.multi_label:
         raise UserError('needs images with one class label each')
-    labels = source.labels[images.used(_MOST_IMAGES)]
+    labels = source.labels[images.used_indices(_MOST_IMAGES)]
     order = np.random.default_rng(0).permutation(len(labels))
     learned, tested = np.split(order, [len(order) // 2])
     tested = tested[np.isin(labels[tested], labels[learned])]
@@ -38,9 +38,9 @@ def compute(images: Images, *networks: Network) -> Numbers:
         raise UserError(f'{len(labels):,} images are too few for probes')
 
     def accuracies(features: Float[np.ndarray, 'i d']) -> list[float]:
-        test = Labelled(features[tested], labels[tested])
+        test = Labeled(features[tested], labels[tested])
         read, draws = features[learned].__getitem__, {'shots': [_SHOTS], 'seeds': _SEEDS}
-        result = ridge.probe(labels[learned], test, features_of=read, l2=ridge.L2, **draws)
+        result = ridge.few_shot(labels[learned], test, features_of=read, l2=ridge.L2, **draws)
         return [*result.accuracies.values()]
 
     by_series: dict[str, list[tuple[float, float]]] = {}
@@ -80,12 +80,12 @@ def _features(
             'mean of patches': patches.mean(axis=1, keepdims=True),
             'single patches': patches[:, _spread(config.grid)],
         }
-        return features | ({'class token': x[:, :1]} if network.vit.positioned_prefix else {})
+        return features | ({'class token': x[:, :1]} if network.vit.num_class_tokens else {})
 
-    chosen = layers.outputs(config)
+    chosen = layers.output_layers(config)
     select = of_map if isinstance(config, ResNetConfig) else of_tokens
-    captures = images.captures(network, layers.same_reduction(chosen, select), _MOST_IMAGES)
-    batches = [layers.select(captured, chosen) for captured in captures]
+    captures = images.capture(network, layers.same_reduction(chosen, select), _MOST_IMAGES)
+    batches = [layers.select_layers(captured, chosen) for captured in captures]
     return [
         {kind: np.concatenate([part[kind] for part in parts]) for kind in sorted(parts[0])}
         for parts in zip(*batches, strict=True)
@@ -109,12 +109,12 @@ def draw(numbers: Numbers) -> style.Drawing:
         accuracy, deviation = 100 * numbers['accuracy'][place], 100 * numbers['deviation'][place]
         count = np.count_nonzero(~np.isnan(accuracy))
         accuracy, deviation = accuracy[:count], deviation[:count]
-        depth, look = np.linspace(0, 1, count), style.line(place, name)
+        depth, look = np.linspace(0, 1, count), style.line_style(place, name)
         axes.plot(depth, accuracy, **look)
         band = accuracy - deviation, accuracy + deviation
         axes.fill_between(depth, *band, color=look['color'], alpha=0.2, linewidth=0)
     axes.set(xlabel='relative depth (0 is next to the image)', ylabel='accuracy (%)')
-    style.legend(drawing, axes)
+    style.add_legend(drawing, axes)
     return drawing
 
 
@@ -125,4 +125,4 @@ def finding(numbers: Numbers) -> str:
     return f'Accuracy at the last layer: {", ".join(pairs)}.'
 
 
-FIGURE = Figure(__doc__, compute, draw, finding, of_all=True)
+FIGURE = Figure(__doc__, compute, draw, finding, compares_models=True)

@@ -59,7 +59,7 @@ def _fields(
     model = build(config, compute=dataclasses.replace(network.loaded.compute, remat='block'))
 
     def centers(params: Params, pixels: Float[Array, 'b h w c']) -> Float[Array, 'l b d']:
-        return layers.stack(model.capture(params, pixels, taps)[1], chosen)
+        return layers.stack_layers(model.capture(params, pixels, taps)[1], chosen)
 
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)
     width = jax.eval_shape(centers, network.params, image).shape[-1]
@@ -76,14 +76,14 @@ def _fields(
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws two rows of fields: before and after the skip connection."""
-    tiles = style.relative(np.stack([numbers['before'], numbers['after']]))
+    tiles = style.divide_by_max(np.stack([numbers['before'], numbers['after']]))
     height, width = 2 * tiles.shape[2], tiles.shape[1] * tiles.shape[3]
     drawing = style.canvas_for((height, width), 'Receptive field of the center of each layer')
     axes = drawing.subplots()
     names = [str(name).replace('/', '\n') for name in numbers['layers']]
     rows = ('branch', 'after the\nskip\nconnection')
-    style.mosaic(axes, tiles, rows=rows, columns=names, **style.SHARES)
-    style.colorbar(axes, 'gradient, relative to\nthe largest in the tile')
+    style.draw_mosaic(axes, tiles, rows=rows, columns=names, **style.UNIT_RANGE)
+    style.add_colorbar(axes, 'gradient, relative to\nthe largest in the tile')
     return drawing
 
 

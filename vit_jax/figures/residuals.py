@@ -29,7 +29,7 @@ def compute(images: Images, network: Network) -> Numbers:
     else:
         names = [f'block{block}' for block in range(config.depth)]
         taps = ['attention/residual', 'mlp/residual']
-        prefix, class_tokens = config.prefix, config.positioned_prefix
+        prefix, class_tokens = config.prefix, config.num_class_tokens
         tokens = ['patches', 'class token'] if class_tokens else ['tokens']
         kinds = [f'{branch}, {token}' for branch in ('attention', 'MLP') for token in tokens]
 
@@ -40,7 +40,7 @@ def compute(images: Images, network: Network) -> Numbers:
         parts = [both[..., prefix:]] + ([both[..., :class_tokens]] if class_tokens else [])
         return jnp.stack([part.mean(axis=(1, 2)) for part in parts])
 
-    captures = list(images.captures(network, dict.fromkeys(taps, measure)))
+    captures = list(images.capture(network, dict.fromkeys(taps, measure)))
     means = [np.mean([each[tap] for each in captures], axis=0) for tap in taps]
     if isinstance(config, ResNetConfig):
         pairs = np.stack(means, axis=1)  # kinds l 2
@@ -56,14 +56,14 @@ def draw(numbers: Numbers) -> style.Drawing:
     drawing = style.canvas(11.0, 4.6, 'Skip connections and branches')
     left, right = drawing.subplots(1, 2)
     for place, kind in enumerate(numbers['kinds'].tolist()):
-        left.plot(numbers['ratio'][place], **style.line(place, kind))
-        right.plot(numbers['cosine'][place], **style.line(place, kind))
+        left.plot(numbers['ratio'][place], **style.line_style(place, kind))
+        right.plot(numbers['cosine'][place], **style.line_style(place, kind))
     for axes in left, right:
-        style.by_depth(axes, 'unit' if 'units' in numbers['kinds'] else 'block')
-    style.magnitudes(left)
+        style.label_depth_axis(axes, 'unit' if 'units' in numbers['kinds'] else 'block')
+    style.use_log_scale(left)
     left.set_ylabel('norm of the skip connection / norm of the branch')
     right.set_ylabel('cosine of the branch and the output')
-    style.legend(drawing, left)
+    style.add_legend(drawing, left)
     return drawing
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from vit_jax.analysis import attention
 from vit_jax.base import Array, Float
 from vit_jax.figures import style
-from vit_jax.figures.attention_maps import mean_of_read_tokens
+from vit_jax.figures.attention_maps import average_pooled_tokens
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
 
 _SHOWN, _PAIRS = 6, 2  # images; image pairs per row
@@ -30,20 +30,20 @@ def compute(images: Images, network: Network) -> Numbers:
         if config.pool == 'map':
             pooling = captured['pool/attention/weights']  # over patches only
             return jnp.einsum('bn,bnm->bm', pooling, rolled[:, prefix:])[:, prefix:]
-        return mean_of_read_tokens(config, rolled)[:, prefix:]
+        return average_pooled_tokens(config, rolled)[:, prefix:]
 
     wanted = {'attention/weights': lambda weights: weights.mean(axis=1)}
     if config.pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights.mean(axis=(1, 2))
-    batches = [np.asarray(relevance(each)) for each in images.captures(network, wanted, _SHOWN)]
+    batches = [np.asarray(relevance(each)) for each in images.capture(network, wanted, _SHOWN)]
     shown = np.concatenate(batches)[:_SHOWN].reshape(-1, *config.grid)
-    return {'images': images.first(network, len(shown)), 'relevance': shown}
+    return {'images': images.first_images(network, len(shown)), 'relevance': shown}
 
 
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws each image, and a gray copy overlaid with the relevance of its patches."""
-    images, relevance = numbers['images'], style.relative(numbers['relevance'])
+    images, relevance = numbers['images'], style.divide_by_max(numbers['relevance'])
     height, width = images.shape[1:3]
     rows = -(-len(images) // _PAIRS)
     title = 'Attention rollout: contribution of each patch to the output'
@@ -52,12 +52,12 @@ def draw(numbers: Numbers) -> style.Drawing:
     for ax in axes.flat:
         ax.set_axis_off()
     edges = (-0.5, width - 0.5, height - 0.5, -0.5)
-    how = {'extent': edges, 'interpolation': 'bilinear', 'alpha': 0.5, **style.SHARES}
+    how = {'extent': edges, 'interpolation': 'bilinear', 'alpha': 0.5, **style.UNIT_RANGE}
     for (left, right), image, shares in zip(axes.reshape(-1, 2), images, relevance, strict=False):
         left.imshow(image)
         right.imshow(image.mean(axis=-1), cmap='gray', vmin=0, vmax=1)
         right.imshow(shares, **how)
-    style.colorbar(axes, 'relevance, relative to\nthe largest in the image')
+    style.add_colorbar(axes, 'relevance, relative to\nthe largest in the image')
     return drawing
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 
 from vit_jax.base import UserError
-from vit_jax.checkpoints.transfer import headless
+from vit_jax.checkpoints.transfer import remove_head
 from vit_jax.figures import cka, layers, style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
 from vit_jax.models import ModelConfig, ViTConfig
@@ -49,7 +49,7 @@ def _removed(network: Network) -> tuple[int, ...]:
 
 def _body(network: Network) -> ModelConfig:
     """Returns the architecture without head, with skip connections in all blocks."""
-    body = headless(network.loaded.config)
+    body = remove_head(network.loaded.config)
     return (
         dataclasses.replace(body, blocks_without_skips=()) if isinstance(body, ViTConfig) else body
     )
@@ -70,7 +70,7 @@ def draw(numbers: Numbers) -> style.Drawing:
         for edge in np.flatnonzero(np.diff(removed, prepend=False)):
             axes.axvline(edge - 0.5, color=style.COLORS[1], linestyle='--')
             axes.axhline(edge - 0.5, color=style.COLORS[1], linestyle='--')
-    style.colorbar(panels, 'CKA')
+    style.add_colorbar(panels, 'CKA')
     return drawing
 
 
@@ -88,4 +88,4 @@ def finding(numbers: Numbers) -> str:
     return f'Mean CKA across {where} (and between layers on one side): {", ".join(means)}.'
 
 
-FIGURE = Figure(__doc__, compute, draw, finding, of_all=True)
+FIGURE = Figure(__doc__, compute, draw, finding, compares_models=True)

@@ -27,7 +27,7 @@ Drawing = Figure  # `figure.Figure` is another class
 SEQUENTIAL, DIVERGING = 'viridis', 'PuOr'
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#000000', '#56B4E9', '#E69F00')
 MARKERS, DASHES = 'osD^vP*X', ('-', '--', ':', '-.')
-SHARES: dict[str, Any] = {'cmap': SEQUENTIAL, 'vmin': 0, 'vmax': 1}  # options of imshow
+UNIT_RANGE: dict[str, Any] = {'cmap': SEQUENTIAL, 'vmin': 0, 'vmax': 1}  # options of imshow
 
 _LETTER_INCHES = 0.085  # mean width of a character at 10 points
 _SETTINGS: dict[str, Any] = {
@@ -55,7 +55,7 @@ def canvas(width: float, height: float, title: str) -> Drawing:
     """Returns an empty drawing with a title. Its size in inches is at least 5 x 2.5."""
     drawing = Drawing(figsize=(max(5, width), max(2.5, height)), dpi=160, layout='compressed')
     FigureCanvasAgg(drawing)
-    drawing.suptitle('\n'.join(textwrap.wrap(title, letters(drawing.get_figwidth() / 1.15))))
+    drawing.suptitle('\n'.join(textwrap.wrap(title, count_letters(drawing.get_figwidth() / 1.15))))
     return drawing
 
 
@@ -73,7 +73,7 @@ def png(drawing: Drawing) -> bytes:
     return file.getvalue()
 
 
-def letters(inches: float) -> int:
+def count_letters(inches: float) -> int:
     """Returns the number of characters that fit into a width."""
     return int(inches / _LETTER_INCHES)
 
@@ -91,7 +91,7 @@ def evenly(count: int, most: int) -> list[int]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int)).tolist()
 
 
-def line(place: int, name: str) -> dict[str, Any]:
+def line_style(place: int, name: str) -> dict[str, Any]:
     """Returns matplotlib options for line number `place`: color, marker, dashes, label."""
     label = shorten(name, 48)
     return {
@@ -103,7 +103,7 @@ def line(place: int, name: str) -> dict[str, Any]:
     }
 
 
-def legend(drawing: Drawing, axes: Axes) -> None:
+def add_legend(drawing: Drawing, axes: Axes) -> None:
     """Adds a legend below the axes. The drawing grows if the legend has more than three rows."""
     lines, names = axes.get_legend_handles_labels()
     width = max(map(len, names)) * _LETTER_INCHES + 0.7
@@ -113,13 +113,13 @@ def legend(drawing: Drawing, axes: Axes) -> None:
     drawing.legend(lines, names, loc='outside lower center', ncols=columns)
 
 
-def by_depth(axes: Axes, unit: str = 'block') -> None:
+def label_depth_axis(axes: Axes, unit: str = 'block') -> None:
     """Labels the x axis as depth, with integer ticks."""
     axes.set_xlabel(f'{unit} (0 is next to the image)')
     axes.locator_params(axis='x', integer=True, min_n_ticks=1)
 
 
-def magnitudes(axes: Axes) -> None:
+def use_log_scale(axes: Axes) -> None:
     """Sets a logarithmic y axis with ticks such as 0.5, 1, 2, 5."""
     axes.set_yscale('log')
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -127,7 +127,7 @@ def magnitudes(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def colorbar(
+def add_colorbar(
     axes: Any, label: str, *, low: float = 0.0, high: float = 1.0, cmap: str = SEQUENTIAL
 ) -> None:
     """Adds a color bar next to one axes object or an array of them."""
@@ -136,13 +136,13 @@ def colorbar(
     drawing.colorbar(mappable, ax=axes, label=label, fraction=0.05, pad=0.02, aspect=30)
 
 
-def relative(values: Float[np.ndarray, '*n']) -> Float[np.ndarray, '*n']:
+def divide_by_max(values: Float[np.ndarray, '*n']) -> Float[np.ndarray, '*n']:
     """Divides each map (the last two axes) by its largest value. Maps of zeros are unchanged."""
     largest = values.max(axis=(-2, -1), keepdims=True)
     return values / np.where(largest > 0, largest, 1)
 
 
-def mosaic(
+def draw_mosaic(
     axes: Axes,
     tiles: Float[np.ndarray, 'r c h w'],
     *,

@@ -8,7 +8,7 @@ learned from little data; last layers need more.
 import numpy as np
 
 from vit_jax.base import UserError
-from vit_jax.checkpoints.transfer import headless
+from vit_jax.checkpoints.transfer import remove_head
 from vit_jax.figures import cka, layers, style
 from vit_jax.figures.figure import Figure, Images, Network, Numbers
 
@@ -19,14 +19,14 @@ def compute(images: Images, *networks: Network) -> Numbers:
     Returns `cka` (m l), and the names of the other models, `names` (m), and of the `layers` (l).
     """
     first, *others = networks
-    body = headless(first.loaded.config)
-    compared = [one for one in others if headless(one.loaded.config) == body]
+    body = remove_head(first.loaded.config)
+    compared = [one for one in others if remove_head(one.loaded.config) == body]
     if not compared:
         raise UserError(
             f'needs another model with the architecture of {first.name}, the first CHECKPOINT'
         )
-    numbers = cka.similarity(images, [first, *compared], layers.outputs)
-    count = len(layers.outputs(first.loaded.config))
+    numbers = cka.similarity(images, [first, *compared], layers.output_layers)
+    count = len(layers.output_layers(first.loaded.config))
     blocks = numbers['cka'][:count].reshape(count, -1, count)
     return {
         'cka': np.einsum('lml->ml', blocks)[1:],
@@ -45,11 +45,11 @@ def draw(numbers: Numbers) -> style.Drawing:
     for place, (name, row) in enumerate(
         zip(numbers['names'].tolist(), numbers['cka'], strict=True)
     ):
-        axes.plot(row, **style.line(place, name))
+        axes.plot(row, **style.line_style(place, name))
     axes.set(ylabel='CKA', ylim=(0, 1.02))
-    style.by_depth(axes, 'layer')
-    style.legend(drawing, axes)
+    style.label_depth_axis(axes, 'layer')
+    style.add_legend(drawing, axes)
     return drawing
 
 
-FIGURE = Figure(__doc__, compute, draw, of_all=True)
+FIGURE = Figure(__doc__, compute, draw, compares_models=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from vit_jax.base.array_types import Array, Float
-from vit_jax.models import on_mesh
+from vit_jax.models import activation_sharding
 
 Queries = Float[Array, 'b q h k']
 Keys = Float[Array, 'b n h k']
@@ -18,7 +18,7 @@ Values = Float[Array, 'b n h k']
 Offsets = Float[Array, 'o h k']  # one vector per offset between query and key positions
 Logits = Float[Array, 'b h q n']
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
-LONG = 1024  # tokens; longer sequences avoid the array of all attention weights
+LONG_SEQUENCE = 1024  # tokens; longer sequences avoid the array of all attention weights
 OUTPUT = 'attention'  # checkpoint_name of the output, for rematerialization policies
 _QUERIES = 256  # upper bound of queries per block of `blockwise`
 _LANES, _BLOCK = 128, 1024  # of splash: lanes of a TPU vector register, upper bound of block sizes
@@ -55,7 +55,7 @@ def attend(
         implementation = 'xla'
     if implementation == 'splash':
         # The kernel does not support higher precision for its bfloat16 products.
-        if not on_mesh.is_known() or jax.default_matmul_precision.value is not None:
+        if jax.default_matmul_precision.value or not activation_sharding.is_known():
             implementation = 'blockwise'
     assert relative is None or implementation == 'xla'
     match implementation:
@@ -63,7 +63,7 @@ def attend(
             return _cudnn(query, key, value)
         case 'splash':
             scaled = query / math.sqrt(query.shape[-1])  # the kernel does not scale
-            return on_mesh.on_each_device(_splash, scaled, key, value)
+            return activation_sharding.map_shards(_splash, scaled, key, value)
         case 'blockwise':
             return _blockwise(query, key, value)
         case 'xla':
@@ -211,7 +211,7 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     length, heads = query.shape[1:3]
-    block, padded_length = _even_blocks(length)
+    block, padded_length = _block_sizes(length)
     names = 'q', 'q_dkv', 'q_dq', 'kv', 'kv_compute', 'kv_dkv', 'kv_dkv_compute', 'kv_dq'
     blocks: dict[str, Any] = {f'block_{name}': block for name in names}
     # A last axis of 64 head features would leave half of each register empty.
@@ -237,7 +237,7 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
     return mixed[:, :, :length].transpose(0, 2, 1, 3)
 
 
-def _even_blocks(length: int) -> tuple[int, int]:
+def _block_sizes(length: int) -> tuple[int, int]:
     """Returns the block size, the same for all blocks of a sequence, and the padded length."""
     count = -(-length // _BLOCK)
     size = -(-length // (count * _LANES)) * _LANES

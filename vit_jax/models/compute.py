@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base import Record, require, require_between
-from vit_jax.models.attention import LONG, OUTPUT, Implementation, supports_cudnn
+from vit_jax.models.attention import LONG_SEQUENCE, OUTPUT, Implementation, supports_cudnn
 from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.positions import RELATIVE
 
@@ -15,8 +15,8 @@ Remat = Literal['none', 'dots', 'block']
 POLICIES: tuple[Remat, ...] = get_args(Remat)  # ordered by recomputation, least first
 Layout = Literal['flat', 'batched']
 LastBlock = Literal['whole', 'class_tokens']
-_SHARE = 0.8  # fraction of the free memory for activations, as memory fragments
-_FUSED = {'cudnn': 'gpu', 'splash': 'tpu'}  # platform of each fused kernel
+_MEMORY_FRACTION = 0.8  # fraction of the free memory for activations, as memory fragments
+_KERNEL_PLATFORMS = {'cudnn': 'gpu', 'splash': 'tpu'}  # platform of each fused kernel
 # A separate last block after a loop takes a third longer to compile, and saves less in deeper
 # models: B/16 takes 6 % fewer estimated cycles on a v5e, L/16 takes 3 % more.
 _FEW_BLOCKS = 16
@@ -74,7 +74,7 @@ PORTABLE = Compute(
 )
 # Decorates a function so that its matrix products have full float32 precision. By default, GPUs use
 # TF32 for them and TPUs bfloat16.
-with_exact_products = jax.default_matmul_precision('highest')
+with_highest_precision = jax.default_matmul_precision('highest')
 
 
 def has_fast_bfloat16(device: Any) -> bool:
@@ -134,7 +134,7 @@ def _set_auto(compute: Compute, **choices: Any) -> Compute:
 
 
 def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) -> None:
-    kernel, needed = compute.attention, _FUSED.get(compute.attention, platform)
+    kernel, needed = compute.attention, _KERNEL_PLATFORMS.get(compute.attention, platform)
     wrong, instead = f'compute.attention={kernel}:', 'set compute.attention=auto'
     devices = f'expected a {needed.upper()}, got a {platform.upper()}'
     require(platform == needed, f'{wrong} {devices}; {instead}')
@@ -156,7 +156,7 @@ def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implement
         return 'xla'
     if platform == 'gpu' and supports_cudnn(tokens, heads, model.width // heads, dtype):
         return 'cudnn'
-    if tokens > LONG:
+    if tokens > LONG_SEQUENCE:
         return 'splash' if platform == 'tpu' else 'blockwise'
     return 'xla'
 
@@ -173,12 +173,12 @@ def _least_remat(
     fastest: Remat = 'dots' if platform == 'cpu' or (platform == 'tpu' and has_loop) else 'none'
     if isinstance(model, ResNetConfig):
         return fastest
-    needed, candidates = activations(model, compute), POLICIES[POLICIES.index(fastest) :]
-    fitting = (remat for remat in candidates if needed[remat] <= _SHARE * memory)
+    needed, candidates = activation_bytes(model, compute), POLICIES[POLICIES.index(fastest) :]
+    fitting = (remat for remat in candidates if needed[remat] <= _MEMORY_FRACTION * memory)
     return next(fitting, POLICIES[-1])
 
 
-def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
+def activation_bytes(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """Estimates activation memory per image at the start of the backward pass, in bytes.
 
     Each block stores activations of the token width and of the MLP width. Attention weights count
@@ -202,7 +202,7 @@ def activations(model: ViTConfig, compute: Compute) -> dict[str, int]:
     return {remat: blocks * kept[remat] + one_block for remat in POLICIES}
 
 
-def rematerialized(
+def apply_remat(
     block: Any, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
 ) -> Any:
     """Applies the policy `compute.remat` to a block.

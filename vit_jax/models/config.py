@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from vit_jax.base import Record, require, require_between
-from vit_jax.models.positions import MULTIPLES, PositionKind
+from vit_jax.models.positions import WIDTH_MULTIPLES, PositionKind
 
 GROUPS = 32  # groups of each GroupNorm in the ResNet
-LARGEST = 1_000_000  # upper bound of all sizes, which catches typos
+MAX_SIZE = 1_000_000  # upper bound of all sizes, which catches typos
 
 Gelu = Literal['tanh', 'exact', 'quick']
 # The name of a head (`make_head` in vit.py), or a function f(num_classes) that returns an unnamed
@@ -44,7 +44,7 @@ class Backbone(Record):
     width: int = 64  # channels of the root and of the 3x3 convolutions in the first stage
 
     def check(self) -> None:
-        require_between(self, 'width', 'blocks', low=1, high=LARGEST)
+        require_between(self, 'width', 'blocks', low=1, high=MAX_SIZE)
         require(len(self.blocks) <= 8, f'blocks={self.blocks}: expected at most 8 stages')
         require(self.width % GROUPS == 0, f'width={self.width}: expected a multiple of {GROUPS}')
 
@@ -69,7 +69,7 @@ class ImagesAndHead(Record):
     head_bias: float = 0.0  # initial value of the linear head's bias
 
     def check(self) -> None:
-        require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=LARGEST)
+        require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=MAX_SIZE)
         wrong = f'head_bias={self.head_bias}'
         require(math.isfinite(self.head_bias), f'{wrong}: expected a finite number')
         has_bias = self.head == 'linear' or self.head_bias == 0
@@ -133,8 +133,8 @@ class ViTConfig(ImagesAndHead):
         """Does not check that a patch fits into the image: `image_size` may still change."""
         super().check()
         sizes = 'patch_size', 'width', 'depth', 'mlp_dim', 'num_heads'
-        require_between(self, *sizes, 'patch_outputs', 'representation_size', low=1, high=LARGEST)
-        require_between(self, 'registers', low=0, high=LARGEST)
+        require_between(self, *sizes, 'patch_outputs', 'representation_size', low=1, high=MAX_SIZE)
+        require_between(self, 'registers', low=0, high=MAX_SIZE)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
         require_between(self, 'layer_scale', low=-1, high=1)
         require_between(self, 'class_tokens', low=_READS.get(self.pool, 0), high=2)
@@ -145,9 +145,9 @@ class ViTConfig(ImagesAndHead):
         require(not (self.parallel and self.blocks_without_skips), wrong)
         wrong = f'width={self.width}: expected a multiple of'
         require(self.width % self.num_heads == 0, f'{wrong} num_heads={self.num_heads}')
-        factor = (MULTIPLES | {'rope': 4 * self.num_heads}).get(self.positions, 1)
+        factor = (WIDTH_MULTIPLES | {'rope': 4 * self.num_heads}).get(self.positions, 1)
         require(self.width % factor == 0, f'{wrong} {factor} for positions={self.positions}')
-        is_added = self.positions in MULTIPLES
+        is_added = self.positions in WIDTH_MULTIPLES
         wrong = f'positions_at={self.positions_at}: not supported with positions={self.positions}'
         require(is_added or self.positions_at == 'stem', f'{wrong}; leave positions_at out')
 
@@ -172,7 +172,7 @@ class ViTConfig(ImagesAndHead):
         return self.backbone.map_size(self.image_size) if self.backbone else self.image_size
 
     @property
-    def unread(self) -> str:
+    def unused(self) -> str:
         """Message about pixels that fill no patch; empty if the patches cover the image."""
         sides = zip(self._map_size, self.patch_size, strict=True)
         h, w = (side % size for side, size in sides)
@@ -180,7 +180,7 @@ class ViTConfig(ImagesAndHead):
         return f'the last {h} rows and {w} columns of the {what} are ignored' if h + w else ''
 
     @property
-    def positioned_prefix(self) -> int:
+    def num_class_tokens(self) -> int:
         """Number of class tokens; DeiT's distillation token counts as one.
 
         They precede the patches, and like the patches they have positions.
@@ -190,7 +190,7 @@ class ViTConfig(ImagesAndHead):
     @property
     def prefix(self) -> int:
         """Number of tokens before the patches: class tokens, then registers."""
-        return self.positioned_prefix + self.registers
+        return self.num_class_tokens + self.registers
 
     @property
     def num_tokens_read(self) -> int | None:
@@ -205,9 +205,9 @@ class ViTConfig(ImagesAndHead):
         return self.prefix + self.grid[0] * self.grid[1]
 
     @property
-    def sequence(self) -> str:
+    def sequence_summary(self) -> str:
         """Sequence length as text, with a note about pixels that fill no patch."""
-        return f'{self.num_tokens} tokens' + (f' ({self.unread})' if self.unread else '')
+        return f'{self.num_tokens} tokens' + (f' ({self.unused})' if self.unused else '')
 
 
 ModelConfig = ViTConfig | ResNetConfig

@@ -19,7 +19,7 @@ class Corruption(NamedTuple):
     source: Int[Array, 'b n']  # otherwise, index of the patch whose embedding is used
 
 
-class MaskedPatches(nn.Module):
+class MaskedPatchHead(nn.Module):
     """The mask token, and a linear head that is applied to each patch."""
 
     outputs: int
@@ -32,7 +32,7 @@ class MaskedPatches(nn.Module):
     def __call__(self, tokens: Tokens) -> PatchOutputs:
         return self.head(tokens.astype(jnp.float32))
 
-    def corrupted(self, patches: Tokens, corruption: Corruption) -> Tokens:
+    def corrupt(self, patches: Tokens, corruption: Corruption) -> Tokens:
         """Applies a corruption to patch embeddings."""
         source = jnp.take_along_axis(patches, corruption.source[..., None], axis=1)
         token = self.token.astype(patches.dtype)

@@ -20,7 +20,7 @@ from vit_jax.models.resnet import ResNetClassifier
 from vit_jax.models.vit import Images, ViT, make_head
 
 Outputs = Float[Array, '...']
-Dropout = Key[Array, ''] | None
+DropoutKey = Key[Array, ''] | None
 
 
 class Model(NamedTuple):
@@ -63,21 +63,21 @@ def build(
       platform: Platform of the devices; None: jax's default.
 
     Returns:
-      The model. Activation sharding follows the mesh in jax's context (models/on_mesh.py).
+      The model. Activation sharding follows the mesh in jax's context (activation_sharding.py).
 
     Raises:
       UserError: If the configuration is not consistent, or an option is not supported.
     """
-    config = records.checked(config, where='model')  # fields may have been assigned
-    compute = records.checked(compute or Compute(), where='compute')
-    regularization = records.checked(regularization or Regularization(), where='regularization')
+    config = records.validated(config, where='model')  # fields may have been assigned
+    compute = records.validated(compute or Compute(), where='compute')
+    regularization = records.validated(regularization or Regularization(), where='regularization')
     platform = platform or jax.default_backend()
     compute = resolve_compute(compute, config, platform=platform, regularization=regularization)
     shape = *config.image_size, config.channels
     module = make_module(config, Regularization(), compute)
     training = make_module(config, regularization, compute)
 
-    def apply(params: Params, images: Images, key: Dropout = None, **options: Any) -> Any:
+    def apply(params: Params, images: Images, key: DropoutKey = None, **options: Any) -> Any:
         wrong = f'images: got (height, width, channels) {images.shape[1:]}; expected {shape}'
         records.require(images.shape[1:] == shape, wrong)
         if key is None:
@@ -85,13 +85,13 @@ def build(
         return training.apply({'params': params}, images, rngs={'dropout': key}, **options)
 
     def predict_patches(
-        params: Params, images: Images, corruption: Corruption | None = None, key: Dropout = None
+        params: Params, images: Images, corruption: Corruption | None = None, key: DropoutKey = None
     ) -> PatchOutputs:
         records.require(has_patch_outputs(config), 'predict_patches: patch_outputs is not set')
         return apply(params, images, key, corruption=corruption, output='patches')
 
     def capture(
-        params: Params, images: Images, names: taps.Wanted
+        params: Params, images: Images, names: taps.TapSelection
     ) -> tuple[Outputs, dict[str, Any]]:
         seen = taps.capture(lambda: apply(params, images, mutable=[taps.COLLECTION])[1], names)
         return apply(params, images), seen
@@ -115,14 +115,14 @@ def make_module(config: ModelConfig, regularization: Regularization, compute: Co
     return ResNetClassifier(config, compute, make_head(config))
 
 
-def position_tables(config: ViTConfig) -> dict[str, tuple[bool, bool]]:
+def position_table_axes(config: ViTConfig) -> dict[str, tuple[bool, bool]]:
     """Maps the name of each learned position table to (depends on row, depends on column)."""
     learned = positions.LEARNED.get(config.positions, {})
     place = 'encoder/block/' if config.positions_at == 'every_layer' else ''
     return {place + name: axes for name, axes in learned.items()}
 
 
-def position_array(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m d']:
+def compute_position_table(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m d']:
     """Computes the position embeddings that are added to class tokens and patches.
 
     Args:
@@ -132,10 +132,10 @@ def position_array(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m 
     Raises:
       UserError: If positions are not added to tokens, but used in attention.
     """
-    kind, prefix, width = config.positions, config.positioned_prefix, config.width
+    kind, prefix, width = config.positions, config.num_class_tokens, config.width
     if kind == 'none':
         return np.zeros((1, config.num_tokens - config.registers, width), np.float32)
-    table = positions.table(
+    table = positions.make_table(
         kind, config.grid, width, prefix=prefix, param=lambda name, *_: params[name]
     )
     records.require(table is not None, f'positions={kind}: this kind is not added to tokens')
@@ -153,12 +153,12 @@ def abstract_params(config: ModelConfig) -> Params:
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
-def parameter_count(config: ModelConfig) -> int:
+def count_params(config: ModelConfig) -> int:
     """Returns the number of parameters (table 1)."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
 
 
-def multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> int:
+def count_multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> int:
     """Counts the multiply-adds of a forward pass of one image, in products and convolutions.
 
     The traced program is counted, so new layers need no formula. With `patch_outputs`, the forward

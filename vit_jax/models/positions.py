@@ -1,7 +1,8 @@
 """Position embeddings: tables that are added to tokens, and rotary embeddings (RoPE).
 
-To add a table, extend `PositionKind`, `MULTIPLES` and `table`. Kinds that act in attention are
-computed in `Attention` (vit.py); `RELATIVE` lists those that change the attention logits.
+To add a table, extend `PositionKind`, `WIDTH_MULTIPLES` and `make_table`. Kinds that act in
+attention are computed in `Attention` (vit.py); `RELATIVE` lists those that change the attention
+logits.
 """
 
 import math
@@ -23,9 +24,9 @@ Table = Float[Array | np.ndarray, '1 m d']  # embeddings of class tokens and pat
 # offset between two positions, whose product with the query is added to the logit (appendix D.4).
 PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'none']
 # The kinds that are added to tokens; the width must be a multiple of the number.
-MULTIPLES: dict[PositionKind, int] = {'learned': 1, 'learned2d': 2, 'sincos2d': 4}
+WIDTH_MULTIPLES: dict[PositionKind, int] = {'learned': 1, 'learned2d': 2, 'sincos2d': 4}
 RELATIVE: tuple[PositionKind, ...] = ('relative',)  # kinds that change the attention logits
-OF_ONE_GRID: tuple[PositionKind, ...] = ('relative',)  # kinds that cannot be resized
+FIXED_GRID: tuple[PositionKind, ...] = ('relative',)  # kinds that cannot be resized
 # Learned tables of each kind, by parameter name: (depends on row, depends on column).
 LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
     'learned': {'pos_embedding': (True, True)},
@@ -33,7 +34,7 @@ LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
 }
 
 
-def table(
+def make_table(
     kind: PositionKind, grid: Grid, width: int, *, prefix: int, param: Callable[..., Any]
 ) -> Table | None:
     """Makes the embeddings that are added to class tokens and patches.

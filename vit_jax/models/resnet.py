@@ -13,23 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Float
-from vit_jax.models.compute import Compute, rematerialized
+from vit_jax.models.compute import Compute, apply_remat
 from vit_jax.models.config import GROUPS, Backbone, ResNetConfig
-from vit_jax.models.taps import seen, tap
+from vit_jax.models.taps import tap, tap_array
 
 FeatureMap = Float[Array, 'b h w c']
 Output = Float[Array, 'b _ _ _']
 Kernel = Float[Array, 'p q c d']
 
 
-def standardised(kernel: Kernel | Float[np.ndarray, 'p q c d']) -> Kernel:
+def standardize(kernel: Kernel | Float[np.ndarray, 'p q c d']) -> Kernel:
     """Standardizes each output channel to mean 0 and standard deviation 1."""
     kernel = jnp.asarray(kernel)
     kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
     return kernel / (kernel.std((0, 1, 2), keepdims=True) + 1e-5)
 
 
-class StandardConv(nn.Module):
+class StdConv(nn.Module):
     """SAME convolution without bias, whose kernel is standardized (weight standardization).
 
     The parameter is the raw kernel. Epsilon is added to the standard deviation, not the variance.
@@ -43,7 +43,7 @@ class StandardConv(nn.Module):
     @nn.compact
     def __call__(self, x: FeatureMap) -> Output:
         shape = self.size, self.size, x.shape[-1], self.features
-        kernel = standardised(self.param('kernel', nn.initializers.lecun_normal(), shape))
+        kernel = standardize(self.param('kernel', nn.initializers.lecun_normal(), shape))
         x, kernel = x.astype(self.compute.dtype), kernel.astype(self.compute.dtype)
         return _convolution(x, kernel, self.stride, self.compute)
 
@@ -98,10 +98,10 @@ class Unit(nn.Module):
 
     @nn.compact
     def __call__(self, x: FeatureMap) -> Output:
-        conv = functools.partial(StandardConv, compute=self.compute)
+        conv = functools.partial(StdConv, compute=self.compute)
         norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.compute.dtype)
         width, outputs, shortcut = self.channels, 4 * self.channels, x
-        see = functools.partial(seen, self)
+        see = functools.partial(tap_array, self)
         if x.shape[-1] != outputs or self.stride != 1:
             shortcut = see('conv_proj', conv(outputs, 1, stride=self.stride, name='conv_proj')(x))
             shortcut = see('norm_proj', norm(name='norm_proj')(shortcut))
@@ -130,7 +130,7 @@ class Stage(nn.Module):
 
     @nn.compact
     def __call__(self, x: FeatureMap) -> Output:
-        unit = rematerialized(Unit, self.compute, by=nn.remat)
+        unit = apply_remat(Unit, self.compute, by=nn.remat)
         for index in range(self.units):
             stride = self.stride if index == 0 else 1
             x = unit(self.channels, self.compute, stride, name=f'unit{index + 1}')(x)
@@ -146,14 +146,14 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, images: FeatureMap) -> Output:
         width, compute = self.backbone.width, self.compute
-        x = seen(self, 'conv_root', StandardConv(width, 7, compute, 2, name='conv_root')(images))
+        x = tap_array(self, 'conv_root', StdConv(width, 7, compute, 2, name='conv_root')(images))
         norm = nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=compute.dtype, name='norm_root')
-        x = seen(self, 'norm_root', nn.relu(norm(x)))
-        x = seen(self, 'root', max_pool(x, compute))
+        x = tap_array(self, 'norm_root', nn.relu(norm(x)))
+        x = tap_array(self, 'root', max_pool(x, compute))
         for index, units in enumerate(self.backbone.blocks):
             stride = 1 if index == 0 else 2
             stage = Stage(units, width * 2**index, stride, compute, name=f'stage{index + 1}')
-            x = seen(self, f'stage{index + 1}', stage(x))
+            x = tap_array(self, f'stage{index + 1}', stage(x))
         return x
 
 

@@ -15,7 +15,7 @@ from vit_jax.base import Array, UserError, records
 
 COLLECTION = 'taps'  # name of the Flax variable collection
 Reduction = Callable[[Any], Any]  # applied to a tap's value, which is an array or a pair of arrays
-Wanted = Iterable[str] | Mapping[str, Reduction]
+TapSelection = Iterable[str] | Mapping[str, Reduction]
 # Maps the name of a tap to its reduction; None: the tap is not captured.
 _reduction_of: ContextVar[Callable[[str], Reduction | None]] = ContextVar('_reduction_of')
 
@@ -34,13 +34,13 @@ def tap(module: nn.Module, name: str, value: Callable[[], Any]) -> None:
             module.sow(COLLECTION, f'/{full_name}', reduction(value()))
 
 
-def seen(module: nn.Module, name: str, x: Array) -> Array:
+def tap_array(module: nn.Module, name: str, x: Array) -> Array:
     """Offers an array as a tap and returns it."""
     tap(module, name, lambda: x)
     return x
 
 
-def capture(forward: Callable[[], Mapping[str, Any]], wanted: Wanted) -> dict[str, Any]:
+def capture(forward: Callable[[], Mapping[str, Any]], wanted: TapSelection) -> dict[str, Any]:
     """Runs a forward pass and returns the selected taps by name.
 
     Args:
@@ -64,7 +64,7 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: Wanted) -> dict[st
     values = captured(reductions.get)
     for name in sorted(reductions.keys() - values):
         every = jax.eval_shape(lambda: captured(lambda name: _whole))
-        raise UserError(f'capture: no tap {name!r} in this model; {records.nearest(name, every)}')
+        raise UserError(f'capture: no tap {name!r} in this model; {records.closest(name, every)}')
     return values
 
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from vit_jax.base.errors import UserError
-from vit_jax.base.records import nearest, require
+from vit_jax.base.records import closest, require
 from vit_jax.models.config import Backbone, ModelConfig, ResNetConfig, ViTConfig
 
 # depth, width, mlp_dim, num_heads. B, L, H: table 1 of the paper; Ti, S: "How to train your
@@ -60,7 +60,7 @@ def variant(name: str, **changes: Any) -> ModelConfig:
         known = 'SIZE/PATCH (B/16, B/16x8), a hybrid (R50+B/16) or a ResNet (R152x2)'
         raise UserError(f'variant {name!r}: expected {known}')
     layers, size, patch, height, width = match.groups()
-    require(size in SIZES, f'variant {name!r}: unknown size {size!r}; {nearest(size, SIZES)}')
+    require(size in SIZES, f'variant {name!r}: unknown size {size!r}; {closest(size, SIZES)}')
     values: dict[str, Any] = {'patch_size': (int(height), int(width or height))}
     values |= zip(('depth', 'width', 'mlp_dim', 'num_heads'), SIZES[size], strict=True)
     values |= _OPTIONS.get(size, {})

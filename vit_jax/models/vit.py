@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Array, Bool, Float, Int, Key, UserError, require
-from vit_jax.models import on_mesh, positions
+from vit_jax.models import activation_sharding, positions
 from vit_jax.models.attention import attend, attention_weights
-from vit_jax.models.compute import Compute, Regularization, rematerialized
+from vit_jax.models.compute import Compute, Regularization, apply_remat
 from vit_jax.models.config import Gelu, ModelConfig, PositionsAt, ViTConfig
-from vit_jax.models.masked_patches import Corruption, MaskedPatches
+from vit_jax.models.masked_patches import Corruption, MaskedPatchHead
 from vit_jax.models.positions import Table, Tokens
 from vit_jax.models.resnet import ResNet
-from vit_jax.models.taps import COLLECTION, seen, tap
+from vit_jax.models.taps import COLLECTION, tap, tap_array
 
 Images = Float[Array, 'b h w c']
 FirstTokens = Float[Array, 'b r d']
@@ -70,13 +70,13 @@ class ViTModule(nn.Module):
 
     def position_table(self, at: PositionsAt) -> Table | None:
         """Returns the positions to add at this place, or None."""
-        config, prefix = self.config, self.config.positioned_prefix
+        config, prefix = self.config, self.config.num_class_tokens
         if config.positions_at != at:
             return None
         kind, grid, width = config.positions, config.grid, config.width
-        return positions.table(kind, grid, width, prefix=prefix, param=self.param)
+        return positions.make_table(kind, grid, width, prefix=prefix, param=self.param)
 
-    def normalized(self, x: Float[Array, 'b ...'], name: str) -> Float[Array, 'b ...']:
+    def normalize(self, x: Float[Array, 'b ...'], name: str) -> Float[Array, 'b ...']:
         """Normalizes the last axis; layout `flat` as in `Dense`."""
         kind = nn.RMSNorm if self.config.norm == 'rms' else nn.LayerNorm
         norm = kind(epsilon=self.config.layer_norm_epsilon, dtype=self.compute.dtype, name=name)
@@ -127,8 +127,8 @@ class Attention(ViTModule):
         relative = None
         if self.in_block:
             if config.qk_norm:
-                query = self.normalized(query, 'query_norm')
-                key = self.normalized(key, 'key_norm')
+                query = self.normalize(query, 'query_norm')
+                key = self.normalize(key, 'key_norm')
             if config.positions == 'rope':
                 query, key = positions.rotate((query, key), config.grid, prefix=config.prefix)
             if config.positions == 'relative':
@@ -140,7 +140,7 @@ class Attention(ViTModule):
         kernel = self.compute.attention
         assert kernel != 'auto'  # resolved by `build`
         mixed = attend(query, key, value, relative=relative, implementation=kernel)
-        mixed = seen(self, 'heads', mixed)
+        mixed = tap_array(self, 'heads', mixed)
         out = Dense((config.width,), self.compute, axes=2, name='out')(mixed)
         return nn.Dropout(self.regularization.dropout, deterministic=False)(out)
 
@@ -165,7 +165,7 @@ class Mlp(ViTModule):
             if self.compute.layout == 'flat':  # saves its input only, not several intermediates
                 gelu = jax.checkpoint(gelu)
             hidden = gelu(hidden)
-        hidden = seen(self, 'hidden', hidden)
+        hidden = tap_array(self, 'hidden', hidden)
         return drop(dense((config.width,), name='dense2')(drop(hidden)))
 
 
@@ -188,21 +188,21 @@ class Block(ViTModule):
     def __call__(self, x: Tokens, own: PerBlock, shared: Table | None) -> tuple[FirstTokens, None]:
         config, parts = self.config, (self.config, self.regularization, self.compute)
         for table in shared, self.position_table('every_layer'):
-            x = positions.add(x, table, before=config.positioned_prefix)
-        x = on_mesh.keep_split(x)
-        y = z = seen(self, 'norm1', self.normalized(x, 'norm1'))
+            x = positions.add(x, table, before=config.num_class_tokens)
+        x = activation_sharding.keep_sharded(x)
+        y = z = tap_array(self, 'norm1', self.normalize(x, 'norm1'))
         if self.num_outputs is not None:
-            x, z = (self._written(tokens)[:, : self.num_outputs] for tokens in (x, y))
+            x, z = (self._materialize(tokens)[:, : self.num_outputs] for tokens in (x, y))
 
         attention = Attention(*parts, name='attention')(z, y)
-        x = self._add(x, attention, own, name='attention')
+        x = self._add_branch(x, attention, own, name='attention')
         if not config.parallel:
-            z = seen(self, 'norm2', self.normalized(x, 'norm2'))
+            z = tap_array(self, 'norm2', self.normalize(x, 'norm2'))
         mlp = Mlp(*parts, name='mlp')(z)
-        x = self._add(x, mlp, own, name='mlp')
-        return seen(self, 'tokens', x), None
+        x = self._add_branch(x, mlp, own, name='mlp')
+        return tap_array(self, 'tokens', x), None
 
-    def _written(self, x: Tokens) -> Tokens:
+    def _materialize(self, x: Tokens) -> Tokens:
         """Forces XLA to write the tokens to memory before they are sliced.
 
         Otherwise XLA transposes the tokens of all blocks on GPUs, only for this slice.
@@ -211,7 +211,7 @@ class Block(ViTModule):
             return x
         return jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
-    def _add(self, x: Tokens, branch: Tokens, own: PerBlock, *, name: str) -> Tokens:
+    def _add_branch(self, x: Tokens, branch: Tokens, own: PerBlock, *, name: str) -> Tokens:
         """Returns x + branch, with LayerScale and stochastic depth."""
         config = self.config
         skip = x if own.has_skips is None else jnp.where(own.has_skips, x, 0)
@@ -223,7 +223,7 @@ class Block(ViTModule):
         tap(self, f'{name}/residual', lambda: (skip, branch))
         if self.regularization.stochastic_depth > 0:
             branch = drop_branch(branch, own.drop_rate, key=self.make_rng('dropout'))
-        return on_mesh.keep_split(skip + branch)
+        return activation_sharding.keep_sharded(skip + branch)
 
 
 def drop_branch(branch: Tokens, rate: Float[Array, ''], *, key: Key[Array, '']) -> Tokens:
@@ -263,12 +263,12 @@ class Encoder(ViTModule):
             x = self._first_tokens(x, own, shared)
         if config.final_norm == 'after_pool':
             return x
-        return seen(self, 'norm', self.normalized(x, 'norm'))
+        return tap_array(self, 'norm', self.normalize(x, 'norm'))
 
     def _all_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> Tokens:
         unroll = min(int(self.compute.unroll), self.config.depth)
         scan = nn.scan(
-            rematerialized(Block, self.compute, in_loop=unroll == 1, by=nn.remat),
+            apply_remat(Block, self.compute, in_loop=unroll == 1, by=nn.remat),
             variable_axes={True: 0},  # all variables are stacked along axis 0
             split_rngs={'params': True, 'dropout': True},
             in_axes=(0, nn.broadcast),
@@ -302,7 +302,7 @@ class Encoder(ViTModule):
 
         if unroll < depth:
             # Blocks are indexed: a scan over slices would copy the parameters and their gradients.
-            step = rematerialized(lambda x, i: run(x, take(i)), self.compute, in_loop=unroll == 1)
+            step = apply_remat(lambda x, i: run(x, take(i)), self.compute, in_loop=unroll == 1)
             x = jax.lax.fori_loop(0, depth - 1, lambda i, x: step(x, i), x, unroll=unroll)
             # The barrier hides that the index is constant. Otherwise XLA would put the gradient of
             # the last block in a separate buffer.
@@ -312,7 +312,7 @@ class Encoder(ViTModule):
             parts = zip(*map(jnp.unstack, leaves), strict=True)
             *first, last = (jax.tree.unflatten(tree, part) for part in parts)
             for part in first:
-                x = rematerialized(run, self.compute)(x, part)
+                x = apply_remat(run, self.compute)(x, part)
         return run(x, last, num_outputs=self.config.num_tokens_read)
 
 
@@ -323,13 +323,13 @@ class AttentionPool(ViTModule):
     def __call__(self, tokens: Tokens) -> Float[Array, 'b d']:
         parts = self.config, Regularization(), self.compute
         probe = self.param('probe', nn.initializers.xavier_uniform(), (1, 1, self.config.width))
-        probe = for_each_image(probe, tokens)
+        probe = tile_over_batch(probe, tokens)
         x = Attention(*parts, in_block=False, name='attention')(probe, tokens)
-        y = self.normalized(x, 'norm')
+        y = self.normalize(x, 'norm')
         return (x + Mlp(*parts, name='mlp')(y))[:, 0]
 
 
-def for_each_image(tokens: Float[Array | np.ndarray, '1 r d'], images: Tokens) -> FirstTokens:
+def tile_over_batch(tokens: Float[Array | np.ndarray, '1 r d'], images: Tokens) -> FirstTokens:
     """Repeats learned tokens for each image of a batch."""
     return jnp.tile(tokens.astype(images.dtype), (images.shape[0], 1, 1))
 
@@ -377,42 +377,42 @@ class ViT(ViTModule):
             images = ResNet(config.backbone, self.compute, name='backbone')(images)
         x = PatchEmbedding(*parts, name='embedding')(images)
         if config.patch_outputs is not None:
-            masked = MaskedPatches(config.patch_outputs, config.width, name='masked')
+            masked = MaskedPatchHead(config.patch_outputs, config.width, name='masked')
             if corruption is not None:
-                x = masked.corrupted(x, corruption)
-        x = self._embedded(x)
+                x = masked.corrupt(x, corruption)
+        x = self._embed(x)
         x = Encoder(*parts, name='encoder')(x, self.position_table('every_layer_shared'))
         if config.patch_outputs is not None and self.is_initializing():
             masked(x)  # creates its parameters
-        x = x[:, config.prefix :] if output == 'patches' else self._pooled(x)
+        x = x[:, config.prefix :] if output == 'patches' else self._pool(x)
         if config.final_norm == 'after_pool':
-            x = self.normalized(x, 'norm')
+            x = self.normalize(x, 'norm')
         if output == 'patches':
-            return on_mesh.keep_split(masked(x))
+            return activation_sharding.keep_sharded(masked(x))
         if config.representation_size is not None:
             size, dtype = config.representation_size, self.compute.dtype
             x = jnp.tanh(nn.Dense(size, dtype=dtype, name='pre_logits')(x))
         x = x.astype(jnp.float32)
         return x if self.head is None or output == 'features' else self.head(x)
 
-    def _embedded(self, x: Tokens) -> Float[Array, 'b m d']:
+    def _embed(self, x: Tokens) -> Float[Array, 'b m d']:
         """Adds class tokens, positions and registers (equation 1). Registers have no positions."""
-        config, before = self.config, self.config.positioned_prefix
+        config, before = self.config, self.config.num_class_tokens
         zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
         own = [self.param(name, zeros, (1, 1, config.width)) for name in ('cls', 'dist')[:before]]
         if config.registers:  # not zeros: equal registers would stay equal
             registers = self.param('registers', normal, (1, config.registers, config.width))
-        x = jnp.concatenate([*(for_each_image(token, x) for token in own), x], axis=1)
+        x = jnp.concatenate([*(tile_over_batch(token, x) for token in own), x], axis=1)
         x = positions.add(x, self.position_table('stem'), before=before)
         x = nn.Dropout(self.regularization.dropout, deterministic=False, name='dropout')(x)
         if config.registers:
-            parts = x[:, :before], for_each_image(registers, x), x[:, before:]
+            parts = x[:, :before], tile_over_batch(registers, x), x[:, before:]
             x = jnp.concatenate(parts, axis=1)
         if config.pre_norm:
-            x = self.normalized(x, 'pre_norm')
-        return seen(self, 'embedding', x)
+            x = self.normalize(x, 'pre_norm')
+        return tap_array(self, 'embedding', x)
 
-    def _pooled(self, tokens: Tokens) -> Float[Array, '...']:
+    def _pool(self, tokens: Tokens) -> Float[Array, '...']:
         config = self.config
         patches = tokens[:, config.prefix :]
         match config.pool:

@@ -15,7 +15,7 @@ import jax
 from jax.experimental import topologies
 
 from vit_jax.base import UserError, require
-from vit_jax.base.errors import lacks_memory
+from vit_jax.base.errors import is_out_of_memory
 
 GIB = 2**30
 _SIDE = r'[1-9]\d*'
@@ -45,7 +45,7 @@ class Topology(NamedTuple):
     memory: int
 
 
-class DoesNotFit(Exception):
+class DoesNotFitError(Exception):
     """The program needs more memory than a device has: `needed` bytes, or None if unknown."""
 
     def __init__(self, needed: int | None):
@@ -164,14 +164,14 @@ def compile_for(
     try:
         compiled = _compiled(lowered, options or {})
     except jax.errors.JaxRuntimeError as error:
-        if not lacks_memory(error):
+        if not is_out_of_memory(error):
             raise
         needed = re.search(r'(?:Used |required for[^(]*\()([0-9.]+)([BKMGT])', str(error))
         size = needed and round(float(needed[1]) * 2 ** (10 * 'BKMGT'.index(needed[2])))
-        raise DoesNotFit(size) from error
+        raise DoesNotFitError(size) from error
     peak = compiled.memory_analysis().peak_memory_in_bytes
     if peak > topology.memory:  # the GPU compiler does not check this
-        raise DoesNotFit(peak)
+        raise DoesNotFitError(peak)
     return compiled
 
 

@@ -14,7 +14,7 @@ from vit_jax.experiment.build import build_experiment, open_start, trained_model
 from vit_jax.models import Remat
 from vit_jax.models.compute import POLICIES
 from vit_jax.planning import ahead_of_time
-from vit_jax.planning.ahead_of_time import DoesNotFit, Topology
+from vit_jax.planning.ahead_of_time import DoesNotFitError, Topology
 
 _TRIALS = 4  # compilations to find the largest batch
 _NEAR = 0.85  # fraction of the memory above which a quick compilation is not accurate enough
@@ -28,7 +28,7 @@ class StepMemory(NamedTuple):
     sharding: list[str]  # lines of `sharding_rules.sharding_report`
 
 
-def without_data(
+def with_dummy_data(
     config: TrainConfig, *, num_classes: int | None, num_images: int | None
 ) -> TrainConfig:
     """Replaces the data by a dummy source of `num_images` images and `num_classes` classes.
@@ -92,29 +92,29 @@ def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
     memory = ahead_of_time.compile_for(where, lowered, quickly=quickly).memory_analysis()
     if quickly and memory.peak_memory_in_bytes > _NEAR * where.memory:
         memory = ahead_of_time.compile_for(where, lowered).memory_analysis()
-    shardings = training_run.shardings_of(state)
+    shardings = training_run.get_shardings(state)
     report = sharding_rules.sharding_report(state, shardings, experiment.mesh)
     return StepMemory(memory.argument_size_in_bytes, memory.peak_memory_in_bytes, report)
 
 
-def with_policy(config: TrainConfig, remat: Remat) -> TrainConfig:
+def with_remat_policy(config: TrainConfig, remat: Remat) -> TrainConfig:
     """Returns the configuration with another rematerialization policy."""
     return dataclasses.replace(config, compute=dataclasses.replace(config.compute, remat=remat))
 
 
-def try_policies(
+def try_remat_policies(
     config: TrainConfig, first: Remat, where: Topology
-) -> Iterator[tuple[Remat, StepMemory | DoesNotFit]]:
+) -> Iterator[tuple[Remat, StepMemory | DoesNotFitError]]:
     """Compiles the step with each rematerialization policy, starting at `first`, until one fits."""
     for policy in POLICIES[POLICIES.index(first) :]:
-        result = _compile_or_error(with_policy(config, policy), where)
+        result = _compile_or_error(with_remat_policy(config, policy), where)
         yield policy, result
         if isinstance(result, StepMemory):
             return
 
 
 def find_largest_batch(
-    config: TrainConfig, where: Topology, first: StepMemory | DoesNotFit
+    config: TrainConfig, where: Topology, first: StepMemory | DoesNotFitError
 ) -> tuple[int, StepMemory] | None:
     """Searches the largest batch size that fits; returns None if none of those tried fits.
 
@@ -136,14 +136,14 @@ def find_largest_batch(
     return max(fits, default=None)
 
 
-def _next_batch_size(tried: Mapping[int, StepMemory | DoesNotFit], memory: int) -> int:
+def _next_batch_size(tried: Mapping[int, StepMemory | DoesNotFitError], memory: int) -> int:
     """Estimates the batch size that needs all memory, assuming linear growth with the batch."""
     fits = {size: result for size, result in tried.items() if isinstance(result, StepMemory)}
     too_large = min(tried.keys() - fits.keys(), default=None)
     if not fits:
         assert too_large is not None
         error = tried[too_large]
-        assert isinstance(error, DoesNotFit)
+        assert isinstance(error, DoesNotFitError)
         return int(0.95 * too_large * memory / error.needed) if error.needed else too_large // 2
     points = [(0, fits[min(fits)].state), *sorted((size, fits[size].peak) for size in fits)]
     (smaller, below), (largest, peak) = points[-2:]
@@ -151,8 +151,8 @@ def _next_batch_size(tried: Mapping[int, StepMemory | DoesNotFit], memory: int) 
     return guess if too_large is None else min(guess, (largest + too_large) // 2)
 
 
-def _compile_or_error(config: TrainConfig, where: Topology) -> StepMemory | DoesNotFit:
+def _compile_or_error(config: TrainConfig, where: Topology) -> StepMemory | DoesNotFitError:
     try:
         return compile_step(config, where)
-    except DoesNotFit as error:
+    except DoesNotFitError as error:
         return error

@@ -40,7 +40,7 @@ class Grid(Record):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Drawing(Record):
+class PlotConfig(Record):
     """The plot of a study: a measure over an axis, with a line per combination of the other axes.
 
     If `x` is `compute` (floating-point operations, from the multiply-adds of the model), there is a
@@ -61,7 +61,7 @@ class Study(Record):
     base: TrainConfig  # the experiment that the grids change
     grids: dict[str, Grid]  # grids by name, in the order in which they run
     seeds: tuple[int, ...] = (0,)  # seeds of each experiment
-    draw: Drawing | None = None  # the plot; None: no plot
+    draw: PlotConfig | None = None  # the plot; None: no plot
 
     def check(self) -> None:
         require(bool(self.grids), 'grids: expected at least one grid')

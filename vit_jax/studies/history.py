@@ -21,24 +21,24 @@ class History(NamedTuple):
     lines: list[dict[str, Any]]  # the lines of metrics.jsonl
     numbers: Numbers  # the metrics in these lines
     seconds: dict[str, float]  # wall time by activity, over all starts
-    event: str  # last event in ledger.jsonl, such as `saving` or `complete`; '' without a ledger
+    event: str  # last one in events.jsonl, such as `saving` or `complete`; '' without the file
 
 
-def read_all(paths: Sequence[str]) -> list[History]:
+def read_histories(paths: Sequence[str]) -> list[History]:
     """Reads the histories of work directories, with distinct names.
 
     Raises UserError if a path is not a work directory, or is repeated.
     """
-    folders = [storage.folder(path) for path in paths]
+    folders = [storage.resolve_folder(path) for path in paths]
     require(len({*folders}) == len(folders), f'{", ".join(paths)}: expected distinct directories')
     for count in itertools.count(1):  # as few last parts of the paths as make the names unique
         names = ['/'.join(folder.parts[-count:]) for folder in folders]
         if len({*names}) == len(names):
-            return [read(folder, name) for folder, name in zip(folders, names, strict=True)]
+            return [read_history(folder, name) for folder, name in zip(folders, names, strict=True)]
     raise AssertionError
 
 
-def read(folder: Path, name: str) -> History:
+def read_history(folder: Path, name: str) -> History:
     """Reads the history of a work directory. Raises UserError if no run was started in it."""
     metrics, config = folder / workdirs.METRICS, folder / workdirs.CONFIG
     if not metrics.exists() and not config.exists():
@@ -48,8 +48,8 @@ def read(folder: Path, name: str) -> History:
     if config.exists():
         with usable(config, 'the configuration of a run'):
             values = read_config(config)
-    ledger = reporter.read_ledger(folder / workdirs.LEDGER)
-    seconds, event = reporter.total_seconds(ledger), ledger[-1]['event'] if ledger else ''
+    events = reporter.read_events(folder / workdirs.EVENTS)
+    seconds, event = reporter.sum_seconds(events), events[-1]['event'] if events else ''
     return History(name, folder, values, lines, _numbers(lines), seconds, event)
 
 

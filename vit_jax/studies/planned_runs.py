@@ -25,15 +25,15 @@ class PlannedRun(NamedTuple):
     values: dict[str, str]  # AXIS: VALUE
     seed: int
     config: TrainConfig  # start_from is not set to the checkpoint of `after`
-    after: 'PlannedRun | None'  # the run whose checkpoint this one starts from
+    parent: 'PlannedRun | None'  # the run whose checkpoint this one starts from
 
     @property
-    def first(self) -> 'PlannedRun':
+    def root(self) -> 'PlannedRun':
         """The first run in the chain of `after` that leads to this one."""
-        return self if self.after is None else self.after.first
+        return self if self.parent is None else self.parent.root
 
 
-def planned(study: Study) -> list[PlannedRun]:
+def plan_runs(study: Study) -> list[PlannedRun]:
     """Returns all runs, seed by seed, each after the run that it starts from.
 
     Raises UserError for an unknown field, an invalid value, two runs with one name, or a measure
@@ -79,15 +79,15 @@ def _check_measures(grid: Grid, run: PlannedRun) -> None:
         require(is_known, f'grids.{run.grid}: {measure!r}: expected one of {expected}, compute')
 
 
-def last_step(folder: Path, run: PlannedRun) -> int | None:
+def read_last_step(folder: Path, run: PlannedRun) -> int | None:
     """Returns the last step of a complete run; None if the run is not complete."""
-    events = reporter.read_ledger(folder / run.name / workdirs.LEDGER)
+    events = reporter.read_events(folder / run.name / workdirs.EVENTS)
     return events[-1]['step'] if events and events[-1]['event'] == 'complete' else None
 
 
 def is_complete(folder: Path, run: PlannedRun) -> bool:
     """Returns whether a run is complete."""
-    return last_step(folder, run) is not None
+    return read_last_step(folder, run) is not None
 
 
 def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
@@ -97,9 +97,9 @@ def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
     """
     for run in runs:
         if is_complete(folder, run):
-            recorded = history.read(folder / run.name, run.name).config
+            recorded = history.read_history(folder / run.name, run.name).config
             free = {*FREE} - {'evals', 'eval_split', 'fewshot'}  # they change the measures
-            free |= {'start_from'} if run.after else set()
+            free |= {'start_from'} if run.parent else set()
             free |= {'compute.dtype'} if run.config.compute.dtype == 'auto' else set()
             changes = differing(recorded, records.to_dict(run.config), free=[*free])
             advice = 'use another --workdir, or delete the folder of this run to train it again'
@@ -112,10 +112,10 @@ def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:
     Raises UserError if the run that it starts from is not complete.
     """
     values = records.to_dict(run.config)
-    if run.after is not None:
-        require(is_complete(folder, run.after), f'{run.after.name} is incomplete')
-        best = study.grids[run.after.grid].best
-        values['start_from'] = str(_checkpoint(folder / run.after.name, best))
+    if run.parent is not None:
+        require(is_complete(folder, run.parent), f'{run.parent.name} is incomplete')
+        best = study.grids[run.parent.grid].best
+        values['start_from'] = str(_find_checkpoint(folder / run.parent.name, best))
     path = folder / f'{run.name}.json'
     with usable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,18 +123,18 @@ def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:
     return path
 
 
-def _checkpoint(workdir: Path, best: str | None) -> Path:
+def _find_checkpoint(workdir: Path, best: str | None) -> Path:
     """Returns the newest checkpoint of a work directory, or the one with the best measure."""
     if best is None:
         return workdir
-    step, path = best_step(history.read(workdir, workdir.name), best), workdir / FOLDER
-    if step not in digests.steps(path):
+    step, path = find_best_step(history.read_history(workdir, workdir.name), best), workdir / FOLDER
+    if step not in digests.list_steps(path):
         advice = 'set checkpoint_every_steps=eval_every_steps and a higher keep_checkpoints'
         raise UserError(f'{workdir}: step {step} is best, but has no checkpoint; {advice}')
     return path / str(step)
 
 
-def best_step(run: history.History, best: str) -> int | None:
+def find_best_step(run: history.History, best: str) -> int | None:
     """Returns the step with the highest value of KIND/NAME; None if no step has a value."""
     by_step = {step: x for step, x in run.numbers.get(best, {}).items() if x == x}  # without NaN
     return max(by_step, key=by_step.__getitem__, default=None)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from vit_jax.base import Float, Path
-from vit_jax.models import multiply_adds
+from vit_jax.models import count_multiply_adds
 from vit_jax.studies import history
-from vit_jax.studies.config import COMPUTE, Drawing, Grid, Study
-from vit_jax.studies.planned_runs import PlannedRun, best_step, last_step
+from vit_jax.studies.config import COMPUTE, Grid, PlotConfig, Study
+from vit_jax.studies.planned_runs import PlannedRun, find_best_step, read_last_step
 
 Measures = dict[str, float]  # by KIND/NAME
 
@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
     grid: str
     values: dict[str, str]  # AXIS: VALUE
-    planned: int  # number of planned runs
+    num_runs: int  # number of planned runs
     numbers: dict[str, dict[int, float]]  # by measure and seed
     published: float | None  # published value of the first measure
     mean: str | None = None  # name of a mean over values of the last axis; None: one experiment
@@ -41,15 +41,15 @@ def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dic
     """Reads the measures of the complete runs by run name, at the last step or the best step."""
     measured = {}
     for run in runs:
-        grid, last = study.grids[run.grid], last_step(folder, run)
+        grid, last = study.grids[run.grid], read_last_step(folder, run)
         if last is None:
             continue
-        trained = history.read(folder / run.name, run.name)
-        step = best_step(trained, grid.best) if grid.best else last
+        trained = history.read_history(folder / run.name, run.name)
+        step = find_best_step(trained, grid.best) if grid.best else last
         by_step = {measure: trained.numbers.get(measure, {}) for measure in grid.measures}
         measured[run.name] = {m: xs[step] for m, xs in by_step.items() if step in xs}
         if COMPUTE in grid.measures:
-            measured[run.name][COMPUTE] = _count_operations(folder, run.first)
+            measured[run.name][COMPUTE] = _count_operations(folder, run.root)
     return measured
 
 
@@ -59,10 +59,10 @@ def _count_operations(folder: Path, run: PlannedRun) -> float:
     6 per multiply-add of the forward pass, image and step, since a backward pass costs two forward
     passes. NaN if the model comes from a checkpoint.
     """
-    steps = last_step(folder, run)
+    steps = read_last_step(folder, run)
     if run.config.model is None or steps is None:
         return float('nan')
-    return 6.0 * multiply_adds(run.config.model) * run.config.batch_size * steps
+    return 6.0 * count_multiply_adds(run.config.model) * run.config.batch_size * steps
 
 
 def make_rows(
@@ -84,11 +84,11 @@ def make_rows(
             }
             published = grid.published.get('-'.join(values))
             grid_rows.append(Row(name, seeds[0].values, len(seeds), numbers, published))
-        rows += [*grid_rows, *_means(grid, grid_rows)]
+        rows += [*grid_rows, *_make_mean_rows(grid, grid_rows)]
     return rows
 
 
-def _means(grid: Grid, rows: Sequence[Row]) -> list[Row]:
+def _make_mean_rows(grid: Grid, rows: Sequence[Row]) -> list[Row]:
     """Averages rows over values of the last axis, for the seeds that all these rows have."""
     means = []
     for mean, averaged in grid.means.items():
@@ -99,7 +99,7 @@ def _means(grid: Grid, rows: Sequence[Row]) -> list[Row]:
             published = [row.published for row in group if row.published is not None]
             average = float(np.mean(published)) if len(published) == len(group) else None
             values = dict(zip(rows[0].values, (*first, mean), strict=True))
-            means.append(Row(rows[0].grid, values, rows[0].planned, numbers, average, mean))
+            means.append(Row(rows[0].grid, values, rows[0].num_runs, numbers, average, mean))
     return means
 
 
@@ -121,22 +121,22 @@ def text_of(measure: str, value: float) -> str:
     return f'{value:.2%}' if is_percentage(measure) else f'{value:.4g}'
 
 
-def deviation(numbers: Sequence[float]) -> float:
+def sample_std(numbers: Sequence[float]) -> float:
     """Returns the sample standard deviation; 0 for a single number."""
     return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
 
 
-def tables(study: Study, rows: Sequence[Row]) -> str:
+def format_tables(study: Study, rows: Sequence[Row]) -> str:
     """Formats the title and a table per grid in Markdown."""
     texts = [f'# {study.title}', '']
     for name, grid in study.grids.items():
         grid_rows = [row for row in rows if row.grid == name]
         if grid.measures:
-            texts += [f'## {name}', '', *table(grid_rows, grid.measures), '']
+            texts += [f'## {name}', '', *format_table(grid_rows, grid.measures), '']
     return '\n'.join(texts)
 
 
-def table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
+def format_table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
     """Returns the lines of a Markdown table: axis values, mean and deviation of each measure."""
     has_published = ['published'] if any(row.published is not None for row in rows) else []
     columns = [*rows[0].values, *measures, *has_published, 'seeds']
@@ -147,15 +147,15 @@ def table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
             numbers = [*row.numbers[measure].values()]
             cell = text_of(measure, float(np.mean(numbers))) if numbers else ''
             if len(numbers) > 1 and measure != COMPUTE:
-                cell += f' ± {text_of(measure, deviation(numbers))}'
+                cell += f' ± {text_of(measure, sample_std(numbers))}'
             cells.append(cell)
         if has_published:
             cells.append('' if row.published is None else text_of(measures[0], row.published))
-        lines.append([*cells, f'{max(map(len, row.numbers.values()))} of {row.planned}'])
+        lines.append([*cells, f'{max(map(len, row.numbers.values()))} of {row.num_runs}'])
     return [f'| {" | ".join(cells)} |' for cells in lines]
 
 
-def csv_of(runs: Sequence[PlannedRun], measured: Mapping[str, Measures]) -> str:
+def format_csv(runs: Sequence[PlannedRun], measured: Mapping[str, Measures]) -> str:
     """Formats CSV with a line per complete run: axis values, seed, measures."""
     complete = [run for run in runs if run.name in measured]
     axes = dict.fromkeys(axis for run in complete for axis in run.values)
@@ -170,7 +170,7 @@ def csv_of(runs: Sequence[PlannedRun], measured: Mapping[str, Measures]) -> str:
 
 
 def make_lines(
-    study: Study, drawing: Drawing, rows: Sequence[Row]
+    study: Study, drawing: PlotConfig, rows: Sequence[Row]
 ) -> tuple[list[Line], dict[str, float], bool]:
     """Returns the lines of a plot, its x positions by axis value, and whether to join the points.
 
@@ -185,7 +185,7 @@ def make_lines(
     drawn = list(itertools.chain(*grouped.values()))
     places, joined = dict[str, float](), True
     if drawing.x != COMPUTE:
-        places, joined = _places(row.values[drawing.x] for row in drawn)
+        places, joined = _axis_positions(row.values[drawing.x] for row in drawn)
     lines = []
     for name, group in grouped.items():
         x = [
@@ -193,12 +193,12 @@ def make_lines(
             for row in group
         ]
         y = [[*row.numbers[drawing.y].values()] for row in group]
-        columns = x, [np.mean(numbers) for numbers in y], [deviation(numbers) for numbers in y]
+        columns = x, [np.mean(numbers) for numbers in y], [sample_std(numbers) for numbers in y]
         lines.append(Line(name, *(np.array(column, float) for column in columns)))
     return lines, places, joined
 
 
-def _line_name(study: Study, drawing: Drawing, row: Row) -> str:
+def _line_name(study: Study, drawing: PlotConfig, row: Row) -> str:
     """Returns the name of the plotted line to which a row belongs."""
     axes = [*row.values][:-1] if row.mean else [*row.values]  # means are over the last axis
     others = [f'{axis} {row.values[axis]}' for axis in axes if axis != drawing.x]
@@ -208,7 +208,7 @@ def _line_name(study: Study, drawing: Drawing, row: Row) -> str:
     return ', '.join([row.grid, *others] if several or not others else others)
 
 
-def _places(names: Iterable[str]) -> tuple[dict[str, float], bool]:
+def _axis_positions(names: Iterable[str]) -> tuple[dict[str, float], bool]:
     """Maps axis values to x positions, and returns whether these are the values as numbers."""
     names = dict.fromkeys(names)
     try:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
-from vit_jax.base import UserError, counted, records
+from vit_jax.base import UserError, plural, records
 
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 Interval = int | Literal['epoch']  # a number of steps, or once per epoch
@@ -49,7 +49,7 @@ class TrainLength(NamedTuple):
     num_images: int  # training images
     total_steps: int
 
-    def steps(self, duration: Duration) -> int:
+    def to_steps(self, duration: Duration) -> int:
         """Converts a duration to steps, rounded."""
         if duration.fraction is not None:
             return round(duration.fraction * self.total_steps)
@@ -64,7 +64,7 @@ class TrainLength(NamedTuple):
         """Converts an interval to steps, at least one; None stays None."""
         if every != 'epoch':
             return every
-        return max(1, self.steps(Duration(epochs=1.0)))
+        return max(1, self.to_steps(Duration(epochs=1.0)))
 
     def log_interval(self, every: Interval | None) -> int:
         """Converts the logging interval to steps; None: a default that depends on the length."""
@@ -85,8 +85,8 @@ def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> T
     """
     if total.fraction is not None:
         raise UserError(f'total.fraction={total.fraction}: expected steps, epochs or examples')
-    steps = TrainLength(batch_size, num_images, total_steps=0).steps(total)
-    per_step = f'batch_size={batch_size} ({counted(num_images, "training image")})'
+    steps = TrainLength(batch_size, num_images, total_steps=0).to_steps(total)
+    per_step = f'batch_size={batch_size} ({plural(num_images, "training image")})'
     fix = 'set a smaller --config.batch_size or a longer --config.total'
     records.require(steps >= 1, f'total.{total}: less than one step of {per_step}; {fix}')
     return TrainLength(batch_size, num_images, steps)

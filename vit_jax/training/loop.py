@@ -18,11 +18,11 @@ from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
 
-class NotFinite(ArithmeticError):
+class NotFiniteError(ArithmeticError):
     """Parameters are NaN or infinite, or too many updates in a row were skipped."""
 
 
-class Stopped(Exception):
+class TrainingStopped(Exception):
     """Training was interrupted; `state` is the state after the last step."""
 
     def __init__(self, state: TrainState):
@@ -30,7 +30,7 @@ class Stopped(Exception):
         self.state = state
 
 
-class Every(NamedTuple):
+class PeriodicAction(NamedTuple):
     """An action on the state that runs every `steps` steps, and after the last step."""
 
     steps: int | None  # None: only after the last step
@@ -54,15 +54,15 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        self.settle()
+        self.record_elapsed()
         self._running.append(name)
         try:
             yield
         finally:
-            self.settle()
+            self.record_elapsed()
             self._running.pop()
 
-    def settle(self) -> None:
+    def record_elapsed(self) -> None:
         """Adds the time up to now to `seconds`."""
         now = time.monotonic()
         name = self._running[-1] if self._running else 'start'
@@ -77,7 +77,7 @@ def fit(
     *,
     steps: range,
     on_metrics: Callable[[int, StepMetrics], None],
-    observers: Sequence[Every],
+    observers: Sequence[PeriodicAction],
     clock: Clock,
     max_skipped_steps: int = 1,
 ) -> TrainState:
@@ -108,7 +108,7 @@ def fit(
             numbers = metrics.means | metrics.scalars
             broken = ', '.join(f'{name} is {n}' for name, n in numbers.items() if not isfinite(n))
             more = f'; {skipped} updates in a row were skipped' if skipped > 1 else ''
-            raise NotFinite(f'step {step}: {broken}{more}')
+            raise NotFiniteError(f'step {step}: {broken}{more}')
 
     try:
         for step in steps:
@@ -124,6 +124,6 @@ def fit(
                     observer.run(step + 1, state)
     except Interrupted:
         read()
-        raise Stopped(state) from None
+        raise TrainingStopped(state) from None
     read()
     return state

@@ -30,7 +30,7 @@ class LossConfig(records.Record):
 
 
 def make_loss(config: LossConfig | Loss) -> Loss:
-    """Makes the loss function of (logits, targets); see `targets_of` for targets.
+    """Makes the loss function of (logits, targets); see `make_targets` for targets.
 
     A function is returned with a check of its result's shape: masked examples can only be left out
     if there is one number per example.
@@ -73,7 +73,7 @@ def of_any(loss: Loss) -> Loss:
     return shared
 
 
-def targets_of(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
+def make_targets(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
     """Returns float32 targets: class numbers (b) are one-hot encoded, rows (b k) are kept."""
     return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels.astype(jnp.float32)
 
@@ -86,7 +86,7 @@ class BatchSums(NamedTuple):
     rows: dict[str, Array]  # outputs of each example (b ...) by name, masked examples included
 
 
-def summed(
+def sum_examples(
     values: dict[str, Float[Array, 'b']],
     mask: Bool[Array, 'b'],
     rows: dict[str, Array] | None = None,
@@ -97,7 +97,7 @@ def summed(
 
 
 # Maps logits (b k) and targets (b k) to outputs of each example (b ...), by name.
-RowsOf = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Array]]
+RowsFunction = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Array]]
 
 
 class StepMetrics(NamedTuple):

@@ -13,27 +13,27 @@ import optax
 from vit_jax.base import UserError, records
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params
 from vit_jax.models import Corruption, ModelConfig, ViTConfig
-from vit_jax.training.losses import BatchSums, example_metrics, summed
+from vit_jax.training.losses import BatchSums, example_metrics, sum_examples
 
-Target = Literal['mean_colour', 'colours_4x4', 'pixels']
-_CELLS: dict[Target, int] = {'mean_colour': 1, 'colours_4x4': 4}  # cells per side of a patch
+Target = Literal['mean_color', 'colors_4x4', 'pixels']
+_CELLS: dict[Target, int] = {'mean_color': 1, 'colors_4x4': 4}  # cells per side of a patch
 _LEVELS = 8  # per channel (3 bits)
-COLOURS = _LEVELS**3
+NUM_COLORS = _LEVELS**3
 
 
 @dataclasses.dataclass(kw_only=True)
 class MaskedPatches(records.Record):
     """Masked patch prediction: some patch embeddings are corrupted, and the patches are predicted.
 
-    `mean_colour` classifies the mean color of a patch (3 bits per channel, 512 classes), and
-    `colours_4x4` the mean color of each of its 4x4 cells. `pixels` predicts the normalized pixels,
+    `mean_color` classifies the mean color of a patch (3 bits per channel, 512 classes), and
+    `colors_4x4` the mean color of each of its 4x4 cells. `pixels` predicts the normalized pixels,
     with the mean squared error as loss.
     """
 
     fraction: float = 0.5  # fraction of the patches of an image that are corrupted
     masked: float = 0.8  # probability that a corrupted patch becomes the mask token
     replaced: float = 0.1  # probability that it becomes another patch; else it is unchanged
-    target: Target = 'mean_colour'  # mean color; colours_4x4: colors of 4x4 cells; pixels: pixels
+    target: Target = 'mean_color'  # mean color; colors_4x4: colors of 4x4 cells; pixels: pixels
 
     def check(self) -> None:
         records.require_between(self, 'fraction', above=0, high=1)
@@ -41,12 +41,12 @@ class MaskedPatches(records.Record):
         wrong = f'masked={self.masked:g}, replaced={self.replaced:g}: expected a sum of at most 1'
         records.require(self.masked + self.replaced <= 1 + 1e-6, wrong)
 
-    def corrupted_of(self, patches: int) -> int:
+    def num_corrupted(self, patches: int) -> int:
         """Returns the number of corrupted patches in an image with this number of patches."""
         return round(self.fraction * patches)
 
 
-def for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:
+def configure_for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:
     """Returns the model configuration with outputs per patch instead of a classification head.
 
     Raises:
@@ -62,7 +62,7 @@ def for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:
     records.require(model.pool != 'map', f'{wrong}; set pool to cls or gap')
     patches = math.prod(model.grid)
     wrong = f'config.objective.fraction={config.fraction:g}: no patch of {patches} is corrupted'
-    records.require(config.corrupted_of(patches) > 0, f'{wrong}; set a larger fraction')
+    records.require(config.num_corrupted(patches) > 0, f'{wrong}; set a larger fraction')
     outputs = _outputs(model, config.target)
     wrong = f'config.model.patch_outputs={model.patch_outputs}: expected {outputs}'
     records.require(model.patch_outputs in (None, outputs), f'{wrong}; leave it out')
@@ -71,7 +71,7 @@ def for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:
 
 def _outputs(model: ViTConfig, target: Target) -> int:
     """Returns the number of outputs per patch."""
-    (height, width), (rows, columns) = patch_sides(model), model.grid
+    (height, width), (rows, columns) = patch_size_in_pixels(model), model.grid
     size = f'patches of {height}x{width} pixels'
     whole = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
     wrong = f'config.model.image_size={model.image_size}: {size} extend beyond the image'
@@ -81,10 +81,10 @@ def _outputs(model: ViTConfig, target: Target) -> int:
     cells = _CELLS[target]
     fits = height % cells == 0 == width % cells
     records.require(fits, f'config.objective.target={target}: {size} do not divide by {cells}')
-    return cells**2 * COLOURS
+    return cells**2 * NUM_COLORS
 
 
-def patch_sides(model: ViTConfig) -> tuple[int, int]:
+def patch_size_in_pixels(model: ViTConfig) -> tuple[int, int]:
     """Returns (height, width) of a patch in pixels of the image.
 
     In a hybrid, a patch on the feature map corresponds to `stride` times as many pixels. Its
@@ -116,7 +116,7 @@ def make_patch_sums(
       an example are means over its corrupted patches. A key enables dropout.
     """
     patches = math.prod(model.grid)
-    cut = functools.partial(cut_patches, grid=model.grid, sides=patch_sides(model))
+    cut = functools.partial(cut_patches, grid=model.grid, sides=patch_size_in_pixels(model))
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         draw = functools.partial(corrupt, config=config, patches=patches)
@@ -128,13 +128,13 @@ def make_patch_sums(
             errors = outputs - cut(inputs).reshape(outputs.shape)
             metrics = {'loss': jnp.square(errors).mean(axis=-1)}
         else:
-            metrics = colour_metrics(outputs, mean_colours(cut(images), _CELLS[config.target]))
-        count = config.corrupted_of(patches)
+            metrics = color_metrics(outputs, mean_colors(cut(images), _CELLS[config.target]))
+        count = config.num_corrupted(patches)
         values = {
             name: jnp.where(corrupted, value, 0).sum(axis=1) / count
             for name, value in metrics.items()
         }
-        return summed(values, batch['mask'])
+        return sum_examples(values, batch['mask'])
 
     return loss_sums
 
@@ -148,7 +148,7 @@ def corrupt(
     """
     place_key, coin_key, other_key = jax.random.split(key, 3)
     places = jax.random.permutation(place_key, patches)
-    corrupted = places < config.corrupted_of(patches)
+    corrupted = places < config.num_corrupted(patches)
     coin = jax.random.uniform(coin_key, (patches,))
     masked = corrupted & (coin < config.masked)
     replaced = corrupted & ~masked & (coin < config.masked + config.replaced)
@@ -169,7 +169,7 @@ def cut_patches(
     return patches.reshape(batch, rows * columns, p, q, channels)
 
 
-def mean_colours(patches: Num[Array, 'b n p q c'], cells: int) -> Int[Array, 'b n k']:
+def mean_colors(patches: Num[Array, 'b n p q c'], cells: int) -> Int[Array, 'b n k']:
     """Computes the mean color of each of `cells` x `cells` parts of a patch, as a class number.
 
     Pixels are from 0 to 255, class numbers from 0 to 511: 3 bits each of red, green and blue.
@@ -181,13 +181,13 @@ def mean_colours(patches: Num[Array, 'b n p q c'], cells: int) -> Int[Array, 'b 
     return (levels * jnp.array([_LEVELS**2, _LEVELS, 1])).sum(axis=-1)
 
 
-def colour_metrics(
-    outputs: Float[Array, 'b n m'], colours: Int[Array, 'b n k']
+def color_metrics(
+    outputs: Float[Array, 'b n m'], colors: Int[Array, 'b n k']
 ) -> dict[str, Float[Array, 'b n']]:
     """Computes the loss and `example_metrics` of each patch, as means over its cells."""
-    logits = outputs.reshape(*colours.shape, COLOURS)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, colours)
-    rows = logits.reshape(-1, COLOURS)
-    metrics = example_metrics(rows, jax.nn.one_hot(colours.reshape(-1), COLOURS))
-    cells = {name: value.reshape(colours.shape) for name, value in metrics.items()}
+    logits = outputs.reshape(*colors.shape, NUM_COLORS)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, colors)
+    rows = logits.reshape(-1, NUM_COLORS)
+    metrics = example_metrics(rows, jax.nn.one_hot(colors.reshape(-1), NUM_COLORS))
+    cells = {name: value.reshape(colors.shape) for name, value in metrics.items()}
     return {name: value.mean(axis=-1) for name, value in ({'loss': losses} | cells).items()}

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base import Array, Float, Int, counted, records, tree_names
+from vit_jax.base import Array, Float, Int, plural, records, tree_names
 from vit_jax.training.duration import Duration, TrainLength
-from vit_jax.training.rules import BLOCKS, Rules, RulesConfig
+from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig
 
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
 Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
@@ -58,7 +58,7 @@ class ScheduleConfig(records.Record):
 
 
 @dataclasses.dataclass(kw_only=True)
-class OptimizerConfig(RulesConfig):
+class OptimizerConfig(ParamGroupsConfig):
     """Optimizer: AdamW, SGD with momentum, or Adafactor as in Scaling Vision Transformers.
 
     The default values are b1=0.9, b2=0.999, epsilon=1e-8 and momentum=0.9.
@@ -93,11 +93,11 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
       UserError: If warmup and cooldown are longer than the training.
     """
     total_steps, peak = length.total_steps, config.learning_rate
-    warmup, cooldown = length.steps(config.warmup), length.steps(config.cooldown)
-    timescale = length.steps(config.rsqrt_timescale)
+    warmup, cooldown = length.to_steps(config.warmup), length.to_steps(config.cooldown)
+    timescale = length.to_steps(config.rsqrt_timescale)
     end = _LINEAR_END if config.linear_end is None else config.linear_end
     both = f'warmup ({config.warmup}) and cooldown ({config.cooldown})'
-    message = f'{both} take {counted(warmup + cooldown, "step")}, the training has {total_steps}'
+    message = f'{both} take {plural(warmup + cooldown, "step")}, the training has {total_steps}'
     lengths = {'warmup': warmup, 'cooldown': cooldown}
     flags = ' '.join(f'--config.schedule.{name}.fraction=0.1' for name in lengths if lengths[name])
     wrong = f'config.schedule: {message}; shorten them, for example {flags}'
@@ -127,7 +127,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: Schedule, rules: Rules
+    config: OptimizerConfig, schedule: Schedule, groups: ParamGroups
 ) -> optax.GradientTransformation:
     """Makes the optimizer. Parameters that `rules` freeze have no moments.
 
@@ -137,10 +137,10 @@ def make_optimizer(
     steps = []
     if config.clip_norm is not None:
         steps.append(optax.clip_by_global_norm(config.clip_norm))
-    moments, everything = _moments(config), all(jax.tree.leaves(rules.learned))
-    steps.append(moments if everything else optax.masked(moments, rules.learned))
-    steps += [optax.add_decayed_weights(amount, mask) for amount, mask in rules.weight_decays]
-    factors = rules.lr_multipliers
+    moments, everything = _moments(config), all(jax.tree.leaves(groups.trainable))
+    steps.append(moments if everything else optax.masked(moments, groups.trainable))
+    steps += [optax.add_decayed_weights(amount, mask) for amount, mask in groups.weight_decays]
+    factors = groups.lr_multipliers
     if any(np.any(factor != 1) for factor in jax.tree.leaves(factors)):
         steps.append(optax.stateless(lambda grads, _: jax.tree.map(operator.mul, grads, factors)))
     return optax.chain(*steps, optax.scale_by_learning_rate(schedule))

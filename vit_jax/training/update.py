@@ -10,7 +10,7 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
-from vit_jax.training.losses import BatchSums, Loss, RowsOf, StepMetrics
+from vit_jax.training.losses import BatchSums, Loss, RowsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule
 
 Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
@@ -18,7 +18,7 @@ Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
 # Purposes of keys; no key has two purposes. DROP folds in the step, and with accumulation the part
 # of the batch. AUGMENT and CORRUPT fold in the epoch and the number of each example, so that an
 # example does not depend on its batch.
-INITIALISE, AUGMENT, DROP, CORRUPT = range(4)
+INITIALIZE, AUGMENT, DROP, CORRUPT = range(4)
 
 
 class TrainState(NamedTuple):
@@ -62,10 +62,10 @@ class TrainState(NamedTuple):
 
 def key_for(seed: int, purpose: int, step: Int[Array, ''] | int) -> Key[Array, '']:
     """Returns the key of a purpose at a step."""
-    return jax.random.fold_in(purpose_key(seed, purpose), step)
+    return jax.random.fold_in(make_purpose_key(seed, purpose), step)
 
 
-def purpose_key(seed: int, purpose: int) -> Key[Array, '']:
+def make_purpose_key(seed: int, purpose: int) -> Key[Array, '']:
     """Returns the key of a purpose, from which other keys are derived."""
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
@@ -80,7 +80,7 @@ def make_init(
     """Makes a function that returns the state before the first step, for compilation with jit."""
 
     def initial_state() -> TrainState:
-        return TrainState.initial(init(key_for(seed, INITIALISE, 0)), optimizer, averaged=averaged)
+        return TrainState.initial(init(key_for(seed, INITIALIZE, 0)), optimizer, averaged=averaged)
 
     return initial_state
 
@@ -90,7 +90,7 @@ def make_loss_sums(
     loss: Loss,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
     *,
-    rows_of: RowsOf | None = None,
+    rows_of: RowsFunction | None = None,
 ) -> Callable[..., BatchSums]:
     """Makes the function that computes loss and metrics, in training and evaluation.
 
@@ -107,9 +107,9 @@ def make_loss_sums(
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         logits = apply(params, normalize(batch['images']), key)
-        targets, mask = losses.targets_of(batch['labels'], logits.shape[-1]), batch['mask']
+        targets, mask = losses.make_targets(batch['labels'], logits.shape[-1]), batch['mask']
         values = {'loss': loss(logits, targets)} | losses.example_metrics(logits, targets)
-        return losses.summed(values, mask, rows_of(logits, targets) if rows_of else None)
+        return losses.sum_examples(values, mask, rows_of(logits, targets) if rows_of else None)
 
     return loss_sums
 
@@ -123,7 +123,7 @@ def make_update(
     stop_frozen_gradients: Callable[[Params], Params] = lambda params: params,
     seed: int = 0,
     accumulation_steps: int = 1,
-    polyak_decay: float | None = None,
+    ema_decay: float | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
@@ -135,7 +135,7 @@ def make_update(
     after the other. The update is the same, with activations of only one part in memory.
     """
 
-    @functools.partial(accumulated, parts=accumulation_steps)
+    @functools.partial(accumulate_gradients, parts=accumulation_steps)
     def gradients(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, BatchSums]:
         def total(params: Params) -> tuple[Float[Array, ''], BatchSums]:
             batch_sums = loss_sums(stop_frozen_gradients(params), batch, key)
@@ -144,7 +144,7 @@ def make_update(
         return jax.grad(total, has_aux=True)(params)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        batch = augment(purpose_key(seed, AUGMENT), batch)
+        batch = augment(make_purpose_key(seed, AUGMENT), batch)
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
@@ -152,8 +152,8 @@ def make_update(
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         average = state.ema_params
-        if polyak_decay is not None:
-            average = optax.incremental_update(params, average, 1 - polyak_decay)
+        if ema_decay is not None:
+            average = optax.incremental_update(params, average, 1 - ema_decay)
         # Selected here and not by the caller, so that the old state's memory can be reused. Not
         # optax.apply_if_finite, which checks only the gradient, does not cover the average of
         # parameters, and applies an update after a number of bad steps in a row.
@@ -180,7 +180,7 @@ def _is_schedule(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
-def accumulated(gradients: Gradients, parts: int) -> Gradients:
+def accumulate_gradients(gradients: Gradients, parts: int) -> Gradients:
     """Returns `gradients` computed on one part of the batch after the other, and summed.
 
     A part takes every `parts`-th example, so that examples stay on their devices.

@@ -58,8 +58,8 @@ def test_photos_are_prepared_as_the_library_prepares_them(name):
         pytest.skip('the library has no preprocessing for it')
     expected = io['prepared'].reshape(io['prepared'].shape[-3:])
     network = load(name, expected.shape[:2])
-    off = np.abs(network.prepare(io['photo']) - expected) * network.preprocessing.std
-    # DINOv3's processor resizes without rounding to whole grey levels; all others are equal.
+    off = np.abs(network.preprocess(io['photo']) - expected) * network.preprocessing.std
+    # DINOv3's processor resizes without rounding to whole gray levels; all others are equal.
     assert off.max() <= (1 if name == 'dinov3_hf' else 1e-3)
 
 
@@ -132,7 +132,7 @@ def test_images_have_the_size_that_the_processor_of_the_checkpoint_makes():
     assert network == vit_jax.load(path, image_size=28) and network.config.image_size == (28, 28)
     assert any('28x28, as its own processor makes them' in line for line in network.report)
     np.testing.assert_allclose(network.features(io['images']), io['features'], rtol=0, atol=2e-5)
-    assert network.prepare(np.zeros((40, 50, 3), np.uint8)).shape == (28, 28, 3)
+    assert network.preprocess(np.zeros((40, 50, 3), np.uint8)).shape == (28, 28, 3)
 
 
 def test_a_training_takes_the_size_of_the_processor_unless_it_names_one():

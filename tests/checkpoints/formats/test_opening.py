@@ -30,7 +30,7 @@ from vit_jax.checkpoints.formats.opening import open_checkpoint
 from vit_jax.checkpoints.formats.writing import format_for
 from vit_jax.data import image_preprocessing, imagenet_classes
 from vit_jax.models import ResNetConfig
-from vit_jax.pretrained import Loaded
+from vit_jax.pretrained import LoadedModel
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ LAYOUTS = [
 ]
 
 
-def rounded(network: Loaded, dtype: str) -> Loaded:
+def rounded(network: LoadedModel, dtype: str) -> LoadedModel:
     """The network with values that the type holds."""
     params = jax.tree.map(lambda leaf: leaf.astype(dtype).astype('float32'), network.params)
     return changed(network, params=params)
 
 
-def without_a_position_of_the_class_token(network: Loaded) -> Loaded:
+def without_a_position_of_the_class_token(network: LoadedModel) -> LoadedModel:
     positions = network.params['pos_embedding'].copy()
     positions[:, 0] = 0
     return changed(network, params=network.params | {'pos_embedding': positions})

@@ -55,7 +55,7 @@ def test_the_example_of_the_docs_runs_where_this_package_cannot_be_imported(tmp_
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    image = network.prepare(tmp_path / 'photo.jpg')
+    image = network.preprocess(tmp_path / 'photo.jpg')
     expected = network.probabilities(image[None])[0]
     best = np.argsort(-expected)[:5]
     found = [line.rsplit(' ', 1) for line in run.stdout.splitlines()]
@@ -91,7 +91,7 @@ def test_a_program_computes_what_the_model_computes_and_describes_itself(
         assert {array.dtype.name for array in params.values()} == {'uint16'}
     size = config.image_size
     photos = np.random.default_rng(0).integers(0, 256, (3, *size, 3), dtype=np.uint8)
-    images = np.stack([network.prepare(photo) for photo in photos])
+    images = np.stack([network.preprocess(photo) for photo in photos])
     headless = config.num_classes is None
     expected = network.features(images) if headless else network.probabilities(images)
     for count in 3, 1:
@@ -120,7 +120,7 @@ def test_models_without_photos_or_without_a_trained_head_are_rejected(tmp_path):
 
 
 METHODS = typing.get_args(ResizeMethod)
-GREY_LEVELS = {'mean': (0.0,) * 3, 'std': (1.0,) * 3}
+GRAY_LEVELS = {'mean': (0.0,) * 3, 'std': (1.0,) * 3}
 CROPS = [
     functools.partial(Resize),
     functools.partial(CentralCrop, scale=8 / 7),
@@ -134,7 +134,7 @@ SHAPES = [(50, 37), (9, 61), (24, 16), (1, 1), (3, 700), (375, 500), (512, 681)]
 def difference(shape, size, crop):
     """How many gray levels each pixel of white noise is from what the crop itself makes."""
     image = np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8)
-    how = Preprocessing(crop=crop, **GREY_LEVELS)
+    how = Preprocessing(crop=crop, **GRAY_LEVELS)
     found = np.asarray(jax.jit(lambda x: preprocess(x, size, how))(image[None]))[0]
     np.testing.assert_array_equal(found, found.astype(np.uint8))  # whole gray levels
     return np.abs(found - crop(image, size, None))

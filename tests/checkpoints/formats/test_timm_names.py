@@ -60,7 +60,9 @@ def require_right(said, found):
     assert config.image_size == tuple(declared['input_size'][1:])
     crop, how = found.preprocessing.crop, found.preprocessing
     size = config.image_size[0]
-    assert crop.larger((size, size), (size, size))[0] == int(size / declared['crop_pct'] + 1e-9)
+    assert crop.resized_size((size, size), (size, size))[0] == int(
+        size / declared['crop_pct'] + 1e-9
+    )
     assert crop.resize == f'{declared["interpolation"]}_antialias'
     assert crop.keep_aspect == (declared['crop_mode'] == 'center')
     np.testing.assert_allclose(

@@ -11,7 +11,7 @@ from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.sources import folders, opening
 from vit_jax.data.sources.arrays import array_source
-from vit_jax.data.sources.base import class_order
+from vit_jax.data.sources.base import sort_class_names
 
 RNG = np.random.default_rng(0)
 
@@ -146,9 +146,9 @@ def test_what_begins_with_a_dot_is_left_out_everywhere(root):
     write_image(root / 'train' / '.cache' / '0.png')
     write_image(root / '.val' / 'cat' / '0.png')
     assert len(opening.make_opener()(str(root), 'train')) == 12
-    assert len(folders.unlabeled([str(root)])) == 12 + 4
+    assert len(folders.unlabeled_source([str(root)])) == 12 + 4
     hidden = root / '.val'  # but for what is asked for
-    assert described(folders.unlabeled([str(hidden)])) == [str(hidden / 'cat' / '0.png')]
+    assert described(folders.unlabeled_source([str(hidden)])) == [str(hidden / 'cat' / '0.png')]
 
 
 def test_a_link_to_no_file_is_an_image_that_cannot_be_read(root):
@@ -266,7 +266,7 @@ ORDERS = [
 
 @pytest.mark.parametrize('names', ORDERS, ids=lambda names: names[0][:9])
 def test_classes_are_in_the_order_of_numbers_if_all_are_numbers(names):
-    assert class_order(reversed(names)) == names
+    assert sort_class_names(reversed(names)) == names
 
 
 LAYOUTS = {

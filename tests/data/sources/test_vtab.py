@@ -14,7 +14,7 @@ from vit_jax.base import UserError  # noqa: E402
 from vit_jax.data.sources import opening  # noqa: E402
 from vit_jax.data.sources.arrays import array_source  # noqa: E402
 from vit_jax.data.sources.base import Source, take_split  # noqa: E402
-from vit_jax.data.sources.vtab import TASKS, THOUSAND  # noqa: E402
+from vit_jax.data.sources.vtab import TASKS, VTAB_1K_SPLIT  # noqa: E402
 
 KINDS = library.features
 PIXELS = np.random.default_rng(0).integers(0, 2, (20, 6, 4, 1), np.uint8)
@@ -160,7 +160,7 @@ def test_parts_begin_where_those_of_the_benchmarks_code_do(name):
 def test_there_are_seven_four_and_eight_tasks():
     groups = [task.group for task in TASKS.values()]
     assert [groups.count(g) for g in ('natural', 'specialized', 'structured')] == [7, 4, 8]
-    assert groups == sorted(groups) and THOUSAND == 'train[:800]+validation[:200]'
+    assert groups == sorted(groups) and VTAB_1K_SPLIT == 'train[:800]+validation[:200]'
 
 
 @pytest.mark.full

@@ -74,12 +74,12 @@ class JsonObject(dict[str, Any]):
             field nor matches the regular expression `ignored`.
         """
         stated = {name: value for name, value in self.items() if value is not None}
-        for name in sorted({*stated} - {*records.hints(cls)}):
+        for name in sorted({*stated} - {*records.field_types(cls)}):
             unknown = f'{self.where}.{name}={stated[name]!r:.80} is not supported'
             known = re.fullmatch(ignored, name) is not None
             require(known, f'{unknown}; remove it if it does not change the outputs of the model')
         values = {**defaults, **stated}
-        fields = {name: values[name] for name in records.hints(cls) if name in values}
+        fields = {name: values[name] for name in records.field_types(cls) if name in values}
         return records.from_dict(cls, fields, where=self.where)
 
 

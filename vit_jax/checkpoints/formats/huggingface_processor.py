@@ -116,7 +116,7 @@ def written(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
     if isinstance(crop, CentralCrop):
         if crop.keep_aspect and size['height'] != size['width']:  # the shorter side covers both
             crop = dataclasses.replace(crop, rounding='transformers')
-        larger = crop.larger(config.image_size, config.image_size)
+        larger = crop.resized_size(config.image_size, config.image_size)
         resized = {'shortest_edge': min(larger)} if crop.keep_aspect else _named(larger)
         values = {'image_processor_type': 'BitImageProcessor', 'do_center_crop': True}
         values |= {'size': resized, 'crop_size': size}

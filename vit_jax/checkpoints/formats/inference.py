@@ -179,7 +179,7 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     if backbone is not None:
         stages = f'stages {backbone.blocks}' if backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
-    images += f': {config.unread}' if config.unread else ''
+    images += f': {config.unused}' if config.unused else ''
     usual, values = vars(ViTConfig()), vars(config)
     options = [f'{field}={values[field]}' for field in _OPTIONS if values[field] != usual[field]]
     blocks = f'{config.depth} layers of width {config.width}, {config.num_heads} heads'

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from vit_jax.base import Params, UserError, counted, records, require, tree_names, usable
+from vit_jax.base import Params, UserError, plural, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints import published, remote, store, transfer
 from vit_jax.checkpoints.card import Card, Hints
@@ -95,7 +95,7 @@ def open_checkpoint(
         card = google.as_published(card)
     report = [*origin, *checkpoint.report]
     nameless = CARD not in contents.metadata and not card.class_names
-    if nameless and card.model.num_classes == 1000 and imagenet_classes.is_said_by(said):
+    if nameless and card.model.num_classes == 1000 and imagenet_classes.is_in_name(said):
         card = dataclasses.replace(card, class_names=imagenet_classes.names())
         report.append("classes: ImageNet's 1,000, as its name says")
     return checkpoint._replace(card=card, report=report, origin=origin)
@@ -169,7 +169,7 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
     report = [*contents.remarks, f'{form.name} layout: {summary}', *parsed.remarks]
     ignored = *skipped, *contents.ignored
     if ignored:
-        some = f'{counted(len(ignored), "array")}, such as {ignored[0]}'
+        some = f'{plural(len(ignored), "array")}, such as {ignored[0]}'
         report.append(f'ignored, as not of the model: {some}')
     if size != config.image_size:
         report.append(f'images of {size[0]}x{size[1]}, as its own processor makes them')

@@ -124,7 +124,7 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     first, second = layout.mlp
     is_joined = config.gelu is None and first != 'fc1_x'
     names = ['gate', 'dense1'] if is_joined else ['dense1']
-    adds_row = config.positioned_prefix == 1 and not layout.class_row
+    adds_row = config.num_class_tokens == 1 and not layout.class_row
     rules = [
         *module('patch_embed.proj', 'embedding'),
         NameRule('cls_token', ('cls',)),

@@ -20,7 +20,7 @@ from vit_jax.checkpoints.formats.opening import CARD, FORMATS, LAYOUT, NAMES, OU
 from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import ResNetConfig, ViTConfig
 from vit_jax.models.masked_patches import MASKED
-from vit_jax.models.model import position_array, position_tables
+from vit_jax.models.model import compute_position_table, position_table_axes
 
 # The ending of a format's file; other formats are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
@@ -36,7 +36,7 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
     one other format; .safetensors is timm. Raises UserError if the path does not have the ending of
     the format's files.
     """
-    require(named in (None, *NAMES), f'format={named!r}; {records.nearest(str(named), NAMES)}')
+    require(named in (None, *NAMES), f'format={named!r}; {records.closest(str(named), NAMES)}')
     ending = pathlib.Path(path).suffix
     is_file = ending in {*array_files.ENDINGS, *_SUFFIXES.values()}
     fitting = [name for name in NAMES if _SUFFIXES.get(name, '') == (ending if is_file else '')]
@@ -108,7 +108,7 @@ def _write_arrays(
     wrong = f'head={records.text_of(config.head)}: the {form.name} format has linear heads alone'
     require(config.num_classes is None or config.head == 'linear', f'{wrong}; drop the head')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
-        table, own = position_array(config, params), position_tables(config)
+        table, own = compute_position_table(config, params), position_table_axes(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
         params = kept | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')

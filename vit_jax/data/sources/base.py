@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Int, UserError, counted, require, usable
+from vit_jax.base import Int, UserError, plural, require, usable
 from vit_jax.data import imagenet_classes
 
 Label = int | np.integer | np.ndarray  # a class number; if multi-label, a row of 0 and 1
@@ -68,14 +68,14 @@ class Source:
         return [*map(self.name_of, indices)]
 
     def read_labels(self, indices: Sequence[int]) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
-        apply = map if self.labels_in_memory else _map
+        apply = map if self.labels_in_memory else _map_in_threads
         return np.array([*apply(self.label_of, indices)])
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
-        return np.array(_map(self.size_of, indices), np.int64)
+        return np.array(_map_in_threads(self.size_of, indices), np.int64)
 
 
-def _map(function: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
+def _map_in_threads(function: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
     """Calls a function for each index in 16 threads, because each call may wait for a disk."""
     parts = [indices[i : i + 256] for i in range(0, len(indices), 256)]
     with futures.ThreadPoolExecutor(16) as pool:
@@ -156,7 +156,7 @@ def _file_size(path: str | os.PathLike[str]) -> int:
 
 def select(source: Source, indices: Sequence[int] | np.ndarray) -> Source:
     """Returns a source with only these images, in this order."""
-    return _collect([source], np.broadcast_to(0, len(indices)), np.asarray(indices))
+    return _gather([source], np.broadcast_to(0, len(indices)), np.asarray(indices))
 
 
 def shuffle_once(source: Source) -> Source:
@@ -168,10 +168,10 @@ def join(sources: Sequence[Source]) -> Source:
     """Concatenates sources, which must have the same classes."""
     counts = [*map(len, sources)]
     indices = np.concatenate([np.arange(count) for count in counts])
-    return _collect(sources, np.repeat(np.arange(len(sources)), counts), indices)
+    return _gather(sources, np.repeat(np.arange(len(sources)), counts), indices)
 
 
-def _collect(
+def _gather(
     sources: Sequence[Source], numbers: Int[np.ndarray, 'n'], indices: Int[np.ndarray, 'n']
 ) -> Source:
     """Returns the source whose image i is image `indices[i]` of `sources[numbers[i]]`."""
@@ -224,7 +224,7 @@ def _take_slice(text: str, split: str, whole: Callable[[str], Source], of: str) 
     start, stop = (None if bound is None else _index(bound, len(source)) for bound in bounds)
     selected = range(len(source))[start:stop]
     if not selected:
-        images = counted(len(source), 'image')
+        images = plural(len(source), 'image')
         raise UserError(f'{of}: split {text!r} is empty; {name} has {images}')
     return source if len(selected) == len(source) else select(source, selected)
 
@@ -236,26 +236,26 @@ def _index(bound: str, length: int) -> int:
 _NUMBER = re.compile(r'[+-]?\d+(\.\d+)?')
 
 
-def class_order(names: Iterable[str]) -> list[str]:
+def sort_class_names(names: Iterable[str]) -> list[str]:
     """Sorts class names, numerically if all of them are numbers."""
     ordered = sorted(names)
     return sorted(ordered, key=float) if all(map(_NUMBER.fullmatch, ordered)) else ordered
 
 
-def canonical_name(name: str) -> str:
+def canonicalize_name(name: str) -> str:
     """Normalizes case, Unicode form and white space of a name, for comparisons."""
     return ' '.join(unicodedata.normalize('NFKC', name).casefold().split())
 
 
-def matched_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
+def match_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:
     """Maps names to the known names with the same canonical name.
 
     Prefers an identical known name. Omits names with no match or with several matches.
     """
-    count = collections.Counter(map(canonical_name, known))
-    by_form = {form: name for name in known if count[form := canonical_name(name)] == 1}
+    count = collections.Counter(map(canonicalize_name, known))
+    by_form = {form: name for name in known if count[form := canonicalize_name(name)] == 1}
     exact = {name: name for name in known}
-    matches = {name: exact.get(name) or by_form.get(canonical_name(name)) for name in names}
+    matches = {name: exact.get(name) or by_form.get(canonicalize_name(name)) for name in names}
     return {name: match for name, match in matches.items() if match is not None}
 
 
@@ -265,7 +265,7 @@ def warn_once(text: str) -> None:
     logging.warning('%s', text)
 
 
-def relative_names(names: Sequence[str], data: str) -> list[str]:
+def make_names_relative(names: Sequence[str], data: str) -> list[str]:
     """Removes the folder of the data from file names, so that they do not change if it moves."""
     path = pathlib.Path(data)
     inner, outer = (f'{folder}{os.sep}' for folder in (path, path.parent))
@@ -273,7 +273,7 @@ def relative_names(names: Sequence[str], data: str) -> list[str]:
     return [n[start:] if n.startswith(inner) else n.removeprefix(outer) for n in names]
 
 
-def relabeled(source: Source, path: str) -> Source:
+def replace_labels(source: Source, path: str) -> Source:
     """Replaces the labels by the multi-labels of a JSON file, over the same classes.
 
     The file has a list of class numbers for each image, in one of two forms. A list, such as ReaL's
@@ -339,13 +339,13 @@ def drop_unlabeled(source: Source) -> Source:
         return source
     require(bool(has_label.any()), f'labels: none of {len(source)} images has a label')
     name = source.name_of(int(has_label.argmin()))
-    count = counted(int((~has_label).sum()), 'image')
+    count = plural(int((~has_label).sum()), 'image')
     logging.warning('%s without a label skipped, such as %s', count, name)
     return select(source, np.flatnonzero(has_label))
 
 
-def renumbered(source: Source, class_names: Sequence[str]) -> Source:
-    """Renumbers the classes of a source as a model numbers them, by name (see `matched_names`).
+def renumber_classes(source: Source, class_names: Sequence[str]) -> Source:
+    """Renumbers the classes of a source as a model numbers them, by name (see `match_names`).
 
     WordNet ids (n01440764) match ImageNet's classes. Images are skipped with a warning if the model
     has none of their classes.
@@ -358,10 +358,10 @@ def renumbered(source: Source, class_names: Sequence[str]) -> Source:
       UserError: If no class matches, or a name stands for two classes of the model.
     """
     if all(re.fullmatch(r'n\d{8}', name) for name in source.class_names):
-        class_names = imagenet_classes.ids() if imagenet_classes.are(class_names) else class_names
+        class_names = imagenet_classes.ids() if imagenet_classes.match(class_names) else class_names
     if source.class_names == tuple(class_names):
         return source
-    known = matched_names(source.class_names, class_names)
+    known = match_names(source.class_names, class_names)
     if not known:
         both = f'data {_some(source.class_names)}; model {_some(class_names)}'
         raise UserError(f'the data and the model have no class in common: {both}')
@@ -372,7 +372,7 @@ def renumbered(source: Source, class_names: Sequence[str]) -> Source:
     result = _renumber(source, {a: number_of[b] for a, b in known.items()}, class_names)
     if unknown := [name for name in source.class_names if name not in known]:
         count = f'{len(unknown)} of {len(source.class_names)} classes'
-        images = counted(len(source) - len(result), 'image')
+        images = plural(len(source) - len(result), 'image')
         text = f'skipped {images}: the model lacks {count} of the data, {_some(unknown)}'
         logging.warning('%s', text)
     return result

@@ -6,16 +6,16 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from vit_jax.base import MissingFile, UserError, counted, refuse, require
-from vit_jax.data.image_decoding import formats_by_ending
+from vit_jax.base import MissingFile, UserError, plural, refuse, require
+from vit_jax.data.image_decoding import formats_by_extension
 from vit_jax.data.sources.base import (
     Source,
     SourceKind,
     Splits,
-    canonical_name,
-    class_order,
+    canonicalize_name,
     labeled_source,
     shuffle_once,
+    sort_class_names,
     warn_once,
 )
 
@@ -31,8 +31,8 @@ def open_splits(root: str) -> Splits:
     """Returns the splits ROOT/train/CLASS, ROOT/test/CLASS etc., or one split `all` of ROOT/CLASS.
 
     Images may be in subfolders of a class. Class names are folder names, in the order of
-    `class_order`. Opening a split raises one UserError that lists all empty classes and all classes
-    that are not in the other splits. A warning counts the images outside of classes.
+    `sort_class_names`. Opening a split raises one UserError that lists all empty classes and all
+    classes that are not in the other splits. A warning counts the images outside of classes.
     """
     path = pathlib.Path(root)
     folders = _split_folders(path)
@@ -44,7 +44,7 @@ def open_splits(root: str) -> Splits:
     def open_split(split: str) -> Source:
         faults, names = list[str](), classes[split]
         for other, other_names in classes.items():
-            same_data = {*map(canonical_name, names)} & {*map(canonical_name, other_names)}
+            same_data = {*map(canonicalize_name, names)} & {*map(canonicalize_name, other_names)}
             for name in sorted(names ^ other_names) if same_data else ():
                 has, lacks = (split, other) if name in names else (other, split)
                 faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
@@ -93,7 +93,7 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
     return shuffle_once(labeled_source(paths, labels, class_names))
 
 
-def unlabeled(paths: Sequence[str]) -> Source:
+def unlabeled_source(paths: Sequence[str]) -> Source:
     """Opens these files and the images of these folders, without classes; all labels are 0."""
     images: list[str] = []
     for path in map(pathlib.Path, paths):
@@ -113,7 +113,7 @@ def image_files(path: pathlib.Path) -> list[str]:
     others = [file for file in files if not is_image(file)]
     empty = f'{path}: no images in this folder'
     if others:
-        skipped = f'{counted(len(others), "file")} with other extensions, such as {others[0]}'
+        skipped = f'{plural(len(others), "file")} with other extensions, such as {others[0]}'
         require(bool(images), f'{empty}; found {skipped}')
         warn_once(f'{path}: skipped {skipped}')
     require(bool(images), empty)
@@ -150,12 +150,12 @@ def _is_visible(name: str) -> bool:
 def is_image(file: str) -> bool:
     """Returns whether a file has the extension of a supported image format, or of HEIC."""
     suffix = os.path.splitext(file)[1].lower()
-    return suffix in _HEIC or suffix in formats_by_ending()
+    return suffix in _HEIC or suffix in formats_by_extension()
 
 
 def folder_names(path: pathlib.Path) -> list[str]:
-    """Returns the names of the visible subfolders in the order of `class_order`."""
-    return class_order(filter(_is_visible, next(os.walk(path, onerror=_raise))[1]))
+    """Returns the names of the visible subfolders in the order of `sort_class_names`."""
+    return sort_class_names(filter(_is_visible, next(os.walk(path, onerror=_raise))[1]))
 
 
 def loose_images(path: pathlib.Path) -> list[str]:
@@ -167,5 +167,5 @@ def loose_images(path: pathlib.Path) -> list[str]:
 def _warn_of_loose_images(folder: pathlib.Path) -> None:
     """Logs a warning if there are images outside of the class folders."""
     if images := loose_images(folder):
-        count = counted(len(images), 'image')
+        count = plural(len(images), 'image')
         warn_once(f'{folder}: {count} outside of class folders skipped, such as {min(images)}')

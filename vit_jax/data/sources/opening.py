@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax.base import records, require, storage
 from vit_jax.base.array_types import Bool
-from vit_jax.base.errors import MissingFile, UserError, counted, refuse
+from vit_jax.base.errors import MissingFile, UserError, plural, refuse
 from vit_jax.base.storage import usable
 from vit_jax.data.sources.base import (
     DataFunction,
@@ -21,8 +21,8 @@ from vit_jax.data.sources.base import (
     Splits,
     drop_unlabeled,
     keep_classes,
-    relabeled,
-    relative_names,
+    make_names_relative,
+    replace_labels,
     select,
     take_split,
     warn_once,
@@ -36,11 +36,11 @@ KINDS: tuple[SourceKind, ...] = tuple(
 EXPECTED = ', '.join(kind.expected for kind in KINDS)
 # `test` stands for the first of these splits that exists.
 TEST_NAMES = 'test', 'testing', 'val', 'validation', 'valid'
-_CUT = (
+_TEST_SPLIT_HINT = (
     "to hold out a part of train, set --config.train_split='train[:90%]' "
     "--config.eval_split='train[90%:]'; with vit_jax.evaluate, set --split=train"
 )
-_BALANCED = 100  # classes with at most this many images hold out exactly the fraction
+_SMALL_CLASS = 100  # classes with at most this many images hold out exactly the fraction
 _REMOTE = (
     'images cannot be read from a bucket; copy them to a disk of every host (gcloud storage '
     'rsync -r), or mount the bucket read-only (gcsfuse -o ro --implicit-dirs), and use that folder'
@@ -93,7 +93,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             source = data(name)
             call = f'{records.text_of(data)}({name!r})'
             require(isinstance(source, Source), f'{call} returned {source!r}; expected a Source')
-        return source if labels is None or column else relabeled(source, labels)
+        return source if labels is None or column else replace_labels(source, labels)
 
     @functools.cache
     def open_part(
@@ -105,11 +105,11 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             source, request = drop_unlabeled(source), f'{split} with {labels}'
         for class_name in classes:
             if class_name not in source.class_names:
-                nearest = records.nearest(class_name, source.class_names)
+                nearest = records.closest(class_name, source.class_names)
                 raise UserError(f'classes: {name} has no class {class_name!r}; {nearest}')
         if classes:
             source = keep_classes(source, classes)
-            request += f' ({counted(len(classes), "class")})'
+            request += f' ({plural(len(classes), "class")})'
         return dataclasses.replace(source, data=name, split=request)
 
     return lambda data, split, labels=None, classes=(): open_part(data, split, labels, classes)
@@ -121,8 +121,8 @@ def _find_split(name: str, splits: Splits, data: str) -> str:
     for synonym in synonyms.get(name, (name,)):
         if synonym in splits:
             return synonym
-    hint = f'; {_CUT}' if name == 'test' and 'train' in splits else ''
-    raise UserError(f'{data}: no split {name!r}; {records.nearest(name, splits)}{hint}')
+    hint = f'; {_TEST_SPLIT_HINT}' if name == 'test' and 'train' in splits else ''
+    raise UserError(f'{data}: no split {name!r}; {records.closest(name, splits)}{hint}')
 
 
 def open_splits(
@@ -181,7 +181,7 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
     it is among them, otherwise the first name. Raises UserError for a class with only one image.
     """
     paths = source.read_names(range(len(source)))
-    names, files = relative_names(paths, data), [*map(os.path.realpath, paths)]
+    names, files = make_names_relative(paths, data), [*map(os.path.realpath, paths)]
     root = os.path.realpath(data if os.path.isdir(data) else os.path.dirname(data))
     labels = [0] * len(source) if source.multi_label else source.labels.tolist()
     ranks = [
@@ -195,7 +195,7 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
         by_class[labels[i]].append((int.from_bytes(digest, 'little') / 2**64, file))
     held, faults = set[str](), list[str]()
     for label, members in sorted(by_class.items()):
-        if len(members) <= _BALANCED:
+        if len(members) <= _SMALL_CLASS:
             count = round(held_out.fraction * len(members))
         else:
             count = sum(number < held_out.fraction for number, _ in members)

@@ -21,10 +21,10 @@ from vit_jax.data.sources.base import (
     Source,
     SourceKind,
     Splits,
-    class_order,
     labeled_source,
     multi_hot,
     shuffle_once,
+    sort_class_names,
 )
 from vit_jax.data.sources.folders import SPLIT_NAMES
 
@@ -40,7 +40,7 @@ class _Row(NamedTuple):
 def open_splits(path: str) -> Splits:
     """Returns the splits of a table, or one split `all` if it has no column `split`.
 
-    Class names are sorted by `class_order`. Raises one UserError that lists all wrong lines.
+    Class names are sorted by `sort_class_names`. Raises one UserError that lists all wrong lines.
     """
     file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
     with usable(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
@@ -52,7 +52,7 @@ def open_splits(path: str) -> Splits:
             faults.append(f'{path}, line {line}: {error}')
     refuse(faults + _contradictions(rows, path))
     require(bool(rows), f'{path}: empty; expected a table of images')
-    class_names = class_order({name for row in rows for name in row.classes})
+    class_names = sort_class_names({name for row in rows for name in row.classes})
     number_of = {name: number for number, name in enumerate(class_names)}
     splits = sorted({row.split for row in rows})
 

@@ -38,7 +38,7 @@ def _recognizes(data: str) -> bool:
     return data.startswith(_PREFIX) or os.path.isfile(os.path.join(data, INFO))
 
 
-def named_folder(full_name: str) -> str:
+def find_prepared(full_name: str) -> str:
     """Returns the folder of `NAME`, `NAME:VERSION` or `NAME/CONFIG:VERSION` in `data_dir()`.
 
     Returns the newest version that matches; VERSION may be a pattern such as `3.*.*`. Raises
@@ -48,7 +48,7 @@ def named_folder(full_name: str) -> str:
     root = data_dir() / name
     folders = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
     if folders:
-        version_of = _library().core.Version
+        version_of = _import_tfds().core.Version
         return str(max(folders, key=lambda path: version_of(path.name)))
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     existing = f'found {", ".join(others)}; ' if others else ''
@@ -61,7 +61,7 @@ def data_dir() -> pathlib.Path:
     return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
 
 
-def _library() -> Any:
+def _import_tfds() -> Any:
     try:
         import tensorflow_datasets
     except ImportError as error:
@@ -81,8 +81,8 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
     Raises:
       UserError: If the file format is not supported, or a column does not exist.
     """
-    root = named_folder(data.removeprefix(_PREFIX)) if data.startswith(_PREFIX) else data
-    library = _library()
+    root = find_prepared(data.removeprefix(_PREFIX)) if data.startswith(_PREFIX) else data
+    library = _import_tfds()
     with usable(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
         builder = library.builder_from_directory(root)
         info, file_format = builder.info, builder.info.file_format.value
@@ -151,7 +151,7 @@ def _find_columns(
     features: Any, images: Sequence[str], split: str, label: str | LabelReader | None
 ) -> tuple[str, LabelReader]:
     """Returns the image column, one of `images`, and the reader of labels."""
-    kinds = _library().features
+    kinds = _import_tfds().features
     single = [n for n, kind in features.items() if isinstance(kind, kinds.ClassLabel)]
     lists = [n for n, kind in features.items() if isinstance(kind, kinds.Sequence)]
     multi = [n for n in lists if isinstance(features[n].feature, kinds.ClassLabel)]
@@ -162,7 +162,7 @@ def _find_columns(
     if isinstance(label, LabelReader):
         return image, label
     if label not in (*single, *multi):
-        near = records.nearest(label, (*single, *multi))
+        near = records.closest(label, (*single, *multi))
         raise UserError(f'{split}: no label column {label!r}; {near}')
     kind = features[label].feature if label in multi else features[label]
     return image, LabelReader(tuple(kind.names), operator.itemgetter(label), label in multi)
@@ -234,7 +234,7 @@ def masked_crc(data: bytes) -> int:
 
 def download_and_prepare(name: str, folder: str | None) -> str:
     """Downloads a data set, prepares it as ArrayRecord with TensorFlow, and returns its folder."""
-    library = _library()
+    library = _import_tfds()
     try:
         import tensorflow as tf
     except ImportError as error:

@@ -20,7 +20,7 @@ from vit_jax.data.sources import base, tfds
 from vit_jax.data.sources.base import EncodedImage, Label, Source, Splits, take_split, warn_once
 from vit_jax.data.sources.tfds import Example, LabelReader
 
-THOUSAND = 'train[:800]+validation[:200]'  # the training images of VTAB-1k
+VTAB_1K_SPLIT = 'train[:800]+validation[:200]'  # the training images of VTAB-1k
 
 
 class Task(NamedTuple):
@@ -41,7 +41,7 @@ class Task(NamedTuple):
     flip: bool = True  # whether flipping keeps the label
 
 
-def _binned(
+def _bin_label(
     bounds: Sequence[float], class_names: Sequence[str], value: Callable[[Example], Any]
 ) -> LabelReader:
     """Reads the number of bounds below a value as the label."""
@@ -69,9 +69,9 @@ _OBJECTS = LabelReader(
     tuple(f'{count} objects' for count in range(3, 11)), lambda e: len(e['objects']['size']) - 3
 )
 _DISTANCES = 'to 8', '8 to 8.5', '8.5 to 9', '9 to 9.5', '9.5 to 10', 'over 10'
-_CLEVR_DISTANCE = _binned((8.0, 8.5, 9.0, 9.5, 10.0), _DISTANCES, _nearest_object)
+_CLEVR_DISTANCE = _bin_label((8.0, 8.5, 9.0, 9.5, 10.0), _DISTANCES, _nearest_object)
 _VEHICLES = 'to 8 m', '8 to 20 m', 'over 20 m', 'no vehicle'
-_KITTI_DISTANCE = _binned((8.0, 20.0, 999.0), _VEHICLES, _nearest_vehicle)
+_KITTI_DISTANCE = _bin_label((8.0, 20.0, 999.0), _VEHICLES, _nearest_vehicle)
 
 _SPLIT_90 = 'train[:90%]', 'train[90%:]'
 _SPLIT_80 = 'train[:80%]', 'train[80%:]'
@@ -108,7 +108,7 @@ def _open_splits(data: str) -> Splits:
     """Opens the splits of `vtab:TASK`. Raises UserError if the task or its data do not exist."""
     name = data.removeprefix('vtab:')
     if name not in TASKS:
-        raise UserError(f'{data}: unknown task; {records.nearest(name, TASKS)}')
+        raise UserError(f'{data}: unknown task; {records.closest(name, TASKS)}')
     task = TASKS[name]
     splits = tfds.open_splits(_folder(name, task), task.label)
 
@@ -116,7 +116,7 @@ def _open_splits(data: str) -> Splits:
         if split not in splits:
             raise UserError(f'{data}: {task.data} has no split {split!r}')
         source = splits[split]()
-        return _brightened(source) if task.data == 'dsprites' else source
+        return _brighten(source) if task.data == 'dsprites' else source
 
     parts = {'train': task.train, 'validation': task.validation, 'test': task.test}
     return {
@@ -130,16 +130,16 @@ KIND = base.SourceKind('vtab:TASK', lambda data: data.startswith('vtab:'), _open
 def _folder(name: str, task: Task) -> str:
     """Returns the folder of the task's data set; warns if only another version is prepared."""
     try:
-        return tfds.named_folder(f'{task.data}:{task.version}.*.*')
+        return tfds.find_prepared(f'{task.data}:{task.version}.*.*')
     except UserError:
-        folder = tfds.named_folder(task.data)
+        folder = tfds.find_prepared(task.data)
     version = pathlib.Path(folder).name
     expected = f'the benchmark uses version {task.version}, so results may differ'
     warn_once(f'vtab:{name}: found version {version} of tfds:{task.data}; {expected}')
     return folder
 
 
-def _brightened(source: Source) -> Source:
+def _brighten(source: Source) -> Source:
     """Scales the images of dSprites, whose pixels are stored as 0 and 1, to 0 and 255."""
 
     def read(index: int) -> tuple[EncodedImage, Label]:

@@ -1,10 +1,11 @@
-"""Writes and compares the data manifest of a run, data.json.gz in its work directory.
+"""Writes and compares the data manifest of a run, data_manifest.json.gz in its work directory.
 
 The manifest lists class names, image names, labels and file sizes of each split, in order. Each
 start compares it with the data, to detect data that changed since the first start or differs
-between hosts. Sizes of files beyond the first `LOOKS` are compared in the background. Images that
-the run was trained on stay in the manifest, under a split name that starts with `TRAINED`, also
-after the data or the split has changed; `vit_jax.evaluate` reads them (lineage.py).
+between hosts. Sizes of files beyond the first `MAX_EAGER_SIZES` are compared in the background.
+Images that the run was trained on stay in the manifest, under a split name that starts with
+`TRAINED_PREFIX`, also after the data or the split has changed; `vit_jax.evaluate` reads them
+(lineage.py).
 """
 
 import contextlib
@@ -19,21 +20,21 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import NamedTuple
 
-from vit_jax.base import Path, UserError, counted, storage, usable
+from vit_jax.base import Path, UserError, plural, storage, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.data.loading import ImageReader
-from vit_jax.data.sources.base import Source, relative_names
+from vit_jax.data.sources.base import Source, make_names_relative
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.probing import Probes
-from vit_jax.experiment.workdirs import DATA, Workdir
+from vit_jax.experiment.workdirs import MANIFEST, Workdir
 
-LOOKS = 16_384  # files per split whose sizes are read before training starts
-TRAINED = 'trained on '  # prefix of the names of training splits
+MAX_EAGER_SIZES = 16_384  # files per split whose sizes are read before training starts
+TRAINED_PREFIX = 'trained on '  # prefix of the names of training splits
 _BLOCK = 1024  # sizes that are read between two checks of `stop`
 
 
-class SplitRecord(NamedTuple):
+class SplitManifest(NamedTuple):
     """The images of a split in order, as JSON values.
 
     A label is a class name, or comma-separated class names. It is a question mark if labels are not
@@ -47,10 +48,10 @@ class SplitRecord(NamedTuple):
     sizes: list[int]
 
 
-Splits = dict[str, SplitRecord]
+Manifest = dict[str, SplitManifest]
 
 
-def find_sources(
+def name_sources(
     train: ImageReader | None, evals: Iterable[ImageReader], probes: Probes | None
 ) -> dict[str, Source]:
     """Names the sources of a run: SPLIT, or `SPLIT of DATA` for other data than `train` has."""
@@ -59,24 +60,24 @@ def find_sources(
     main, names = train.source if train else None, dict[str, Source]()
     for one in (reader.source for reader in readers):
         name = one.split if main and one.data == main.data else f'{one.split} of {one.data}'
-        names[TRAINED + name if one is main else name] = one
+        names[TRAINED_PREFIX + name if one is main else name] = one
     return names
 
 
-def record_split(source: Source) -> SplitRecord:
-    """Lists the images of a split. Reads at most `LOOKS` sizes if they are not in memory."""
+def make_split_manifest(source: Source) -> SplitManifest:
+    """Lists the images of a split; reads at most `MAX_EAGER_SIZES` sizes that are not in memory."""
     indices, classes = range(len(source)), source.class_names
-    looks = indices if source.sizes_in_memory else indices[:LOOKS]
+    looks = indices if source.sizes_in_memory else indices[:MAX_EAGER_SIZES]
     labels = ['?'] * len(source)
     if source.labels_in_memory and source.multi_label:
         labels = [', '.join(classes[i] for i in row.nonzero()[0]) for row in source.labels]
     elif source.labels_in_memory:
         labels = [classes[label] for label in source.labels.tolist()]
-    names = relative_names(source.read_names(indices), source.data)
-    return SplitRecord([*classes], names, labels, sizes=source.read_sizes(looks).tolist())
+    names = make_names_relative(source.read_names(indices), source.data)
+    return SplitManifest([*classes], names, labels, sizes=source.read_sizes(looks).tolist())
 
 
-def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:
+def describe_differences(old: SplitManifest, new: SplitManifest) -> list[str]:
     """Describes the differences by kind, each with a count and up to three examples.
 
     An image whose label changed counts as removed and added.
@@ -93,10 +94,10 @@ def describe_differences(old: SplitRecord, new: SplitRecord) -> list[str]:
         if not any(examples.values()):
             return ['the order of the images changed']
     shown = {kind: ', '.join(names[:3]) for kind, names in examples.items() if names}
-    return [f'{counted(len(examples[kind]), kind)}: {text}' for kind, text in shown.items()]
+    return [f'{plural(len(examples[kind]), kind)}: {text}' for kind, text in shown.items()]
 
 
-def _describe_changes(recorded: Splits, splits: Splits) -> dict[str, str]:
+def _describe_changes(recorded: Manifest, splits: Manifest) -> dict[str, str]:
     """Describes, by name, the splits that are in both and differ."""
     lines = {x: describe_differences(recorded[x], splits[x]) for x in splits if x in recorded}
     return {name: f'{name}: {"; ".join(changes)}' for name, changes in lines.items() if changes}
@@ -110,7 +111,7 @@ def compare_data(
 
     Args:
       workdir: The work directory.
-      sources: The splits by name (see `find_sources`).
+      sources: The splits by name (see `name_sources`).
       job: This process of a job.
       accept: Whether to accept changed data, if the number of classes is unchanged.
 
@@ -122,10 +123,10 @@ def compare_data(
       UserError: If the data of a run with checkpoints changed and is not accepted, or if the data
         differs between processes.
     """
-    path, recorded, stop = workdir.folder / DATA, Splits(), threading.Event()
-    splits = {name: record_split(source) for name, source in sources.items()}
+    path, recorded, stop = workdir.folder / MANIFEST, Manifest(), threading.Event()
+    splits = {name: make_split_manifest(source) for name, source in sources.items()}
     if job.index == 0:
-        if digests.steps(workdir.folder / FOLDER):  # otherwise nothing was learned yet
+        if digests.list_steps(workdir.folder / FOLDER):  # otherwise nothing was learned yet
             recorded = read_record(path)
             if not recorded:
                 logging.warning('%s: missing or damaged; the data is not compared', path)
@@ -138,7 +139,7 @@ def compare_data(
                 return []
             return [*_describe_changes(read_record(path), splits).values()] or ['the splits differ']
 
-        job.require_same('the data', ours, describe)
+        job.require_equal('the data', ours, describe)
     complete = dict(splits) if job.index == 0 else {}  # process 0 compares and writes
 
     def compare_sizes() -> None:
@@ -158,7 +159,7 @@ def compare_data(
             stop.set()
 
 
-def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool) -> Splits:
+def _update(workdir: Workdir, recorded: Manifest, splits: Manifest, *, accept: bool) -> Manifest:
     """Writes and returns the new manifest. Raises UserError for changes that are not accepted."""
     changes = _describe_changes(recorded, splits)
     if changes:
@@ -170,26 +171,26 @@ def _update(workdir: Workdir, recorded: Splits, splits: Splits, *, accept: bool)
             accepted = 'resume with --accept_data_changes if the number of classes is the same'
             raise UserError(f'{text}\nrestore the data; or {again}; or {accepted}')
         logging.warning('%s', text)
-    updated, step = dict(splits), max(digests.steps(workdir.folder / FOLDER), default=0)
+    updated, step = dict(splits), max(digests.list_steps(workdir.folder / FOLDER), default=0)
     for name, old in recorded.items():
         if name not in changes:
             updated[name] = max(splits.get(name, old), old, key=lambda one: len(one.sizes))
-        elif name.startswith(TRAINED):
+        elif name.startswith(TRAINED_PREFIX):
             updated[f'{name} until step {step}'] = old
     if updated != recorded:
-        workdir.check()
+        workdir.check_held()
         text = json.dumps({name: split._asdict() for name, split in updated.items()})
-        with storage.atomic_write(workdir.folder / DATA) as partial:
+        with storage.atomic_write(workdir.folder / MANIFEST) as partial:
             partial.write_bytes(gzip.compress(text.encode(), compresslevel=1, mtime=0))
     return updated
 
 
-def read_record(path: Path) -> Splits:
+def read_record(path: Path) -> Manifest:
     """Reads a manifest; returns an empty one if it is missing or damaged."""
     with usable(path):
         data = path.read_bytes() if path.is_file() else b''
     try:
         splits = json.loads(gzip.decompress(data))
-        return {name: SplitRecord(**split) for name, split in splits.items()}
+        return {name: SplitManifest(**split) for name, split in splits.items()}
     except Exception:  # gzip, zlib and json raise many types for damaged files
         return {}

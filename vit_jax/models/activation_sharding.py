@@ -1,6 +1,6 @@
 """Activation sharding, which follows the mesh in jax's context.
 
-`distributed.meshes.traced_on` or `jax.set_mesh` sets the mesh. Its axes `data` and `fsdp` shard the
+`distributed.meshes.with_mesh` or `jax.set_mesh` sets the mesh. Its axes `data` and `fsdp` shard the
 batch, `tensor` shards attention heads. Without a mesh with these axes, sharding is left to XLA.
 """
 
@@ -15,7 +15,7 @@ from vit_jax.base import Array, Float
 _BATCH, _HEADS = ('data', 'fsdp'), ('tensor',)
 
 
-def keep_split(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
+def keep_sharded(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
     """Constrains the batch axis of activations to stay sharded.
 
     Otherwise XLA may gather the batch rather than the parameters, and run out of memory.
@@ -32,7 +32,7 @@ def is_known() -> bool:
     return is_alone or _mesh() is not None
 
 
-def on_each_device(
+def map_shards(
     function: Callable[..., Array], *arrays: Float[Array, '...']
 ) -> Float[Array, 'b q h k']:
     """Applies a function to arrays (b n h k), on each device to its own examples and heads."""

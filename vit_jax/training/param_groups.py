@@ -19,11 +19,11 @@ _HEAD = r'(masked/)?head/.*'  # head for classes, or for patches
 # Parameters of the head's layer. All others that are not in blocks belong to layer 0, so that a new
 # kind of embedding never counts as part of the head.
 _LAST_LAYER = re.compile(rf'(encoder/norm|norm|pool|pre_logits)/.*|{_HEAD}')
-_times = functools.partial(jax.tree.map, operator.mul)
+_multiply = functools.partial(jax.tree.map, operator.mul)
 
 
 @dataclasses.dataclass(kw_only=True)
-class RulesConfig(records.Record):
+class ParamGroupsConfig(records.Record):
     """Param groups: weight decay, learning rate factors, and frozen parameters.
 
     Weight decay is decoupled: the decay per step is learning rate times `weight_decay`. Patterns
@@ -51,7 +51,7 @@ class RulesConfig(records.Record):
             records.require(0 <= factor < float('inf'), f'lr_multipliers: {wrong}')
 
 
-class Rules(NamedTuple):
+class ParamGroups(NamedTuple):
     """Param groups of a model, as trees with the structure of its parameters."""
 
     weight_decays: list[tuple[float, Any]]  # (weight decay, tree of booleans) pairs
@@ -70,12 +70,12 @@ class Rules(NamedTuple):
         return jax.tree.map(stop, params, self.lr_multipliers)
 
     @property
-    def learned(self) -> Any:
+    def trainable(self) -> Any:
         """Tree of booleans: whether any part of a leaf is trained."""
         return jax.tree.map(lambda factor: bool(np.any(factor)), self.lr_multipliers)
 
 
-def make_rules(config: RulesConfig, params: Any) -> Rules:
+def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
     """Makes the param groups for the names and shapes of parameters, which may be abstract.
 
     Raises:
@@ -85,19 +85,19 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
     factors = tree_names.map_named(lambda name, _: np.float32(1), params)
 
     def multiply_matched(pattern: str, factor: float, what: str) -> Any:
-        mask = tree_names.mask_of(params, pattern)
-        report.append(f'{what}: {_matched(params, mask)}')
-        return _times(factors, jax.tree.map(lambda m: np.float32(factor if m else 1), mask))
+        mask = tree_names.match_mask(params, pattern)
+        report.append(f'{what}: {_describe_match(params, mask)}')
+        return _multiply(factors, jax.tree.map(lambda m: np.float32(factor if m else 1), mask))
 
     if (decay := config.layer_decay) is not None:
-        layers, head = _layers(params, 'layer_decay')
+        layers, head = _layer_indices(params, 'layer_decay')
         slower = jax.tree.map(lambda layer: np.float32(decay) ** (head - layer), layers)
-        factors = _times(factors, slower)
+        factors = _multiply(factors, slower)
         report.append(f'learning rate x {decay:g} for each layer below the head')
     for pattern, factor in config.lr_multipliers:
         factors = multiply_matched(pattern, factor, f'learning rate x {factor:g}')
     if (blocks := config.trained_blocks) is not None:
-        factors = _times(factors, _last_blocks(params, blocks))
+        factors = _multiply(factors, _trainable_factors(params, blocks))
         last = 'the last block' if blocks == 1 else f'the last {blocks} blocks'
         what = f'the head, the final norm and {last}' if blocks else 'the head'
         learned = jax.tree.map(lambda leaf, f: leaf.size * float(np.mean(f != 0)), params, factors)
@@ -111,26 +111,26 @@ def make_rules(config: RulesConfig, params: Any) -> Rules:
     decays = []
     for part, amount, where in parts:
         if amount:
-            decayed = tree_names.mask_of(params, config.decay_pattern)
-            mask = jax.tree.map(operator.and_, decayed, tree_names.mask_of(params, where))
+            decayed = tree_names.match_mask(params, config.decay_pattern)
+            mask = jax.tree.map(operator.and_, decayed, tree_names.match_mask(params, where))
             wrong = f'optimizer.decay_pattern={config.decay_pattern!r}: matches no parameter{part}'
             records.require(any(jax.tree.leaves(mask)), wrong)
             decays.append((amount, mask))
-            report.append(f'weight decay {amount:g}{part}: {_matched(params, mask)}')
-    return Rules(decays, factors, report)
+            report.append(f'weight decay {amount:g}{part}: {_describe_match(params, mask)}')
+    return ParamGroups(decays, factors, report)
 
 
-def _last_blocks(params: Any, count: int) -> Any:
+def _trainable_factors(params: Any, count: int) -> Any:
     """Returns 1 for trained parameters: the head, or the last blocks and all after them."""
     if count == 0:
-        return jax.tree.map(np.float32, tree_names.mask_of(params, _HEAD))
-    layers, head = _layers(params, 'trained_blocks')
+        return jax.tree.map(np.float32, tree_names.match_mask(params, _HEAD))
+    layers, head = _layer_indices(params, 'trained_blocks')
     if count >= head:
         raise UserError(f'optimizer.trained_blocks={count}: expected at most {head - 1} blocks')
     return jax.tree.map(lambda layer: np.float32(layer >= head - count), layers)
 
 
-def _layers(params: Any, field: str) -> tuple[Any, int]:
+def _layer_indices(params: Any, field: str) -> tuple[Any, int]:
     """Returns the layer of each leaf and of the head: 0 for inputs, blocks 1, 2, ... (axis 0)."""
     leaves = tree_names.named_leaves(params).items()
     depth = next((leaf.shape[0] for name, leaf in leaves if name.startswith(BLOCKS)), None)
@@ -145,7 +145,7 @@ def _layers(params: Any, field: str) -> tuple[Any, int]:
     return tree_names.map_named(layer, params), depth + 1
 
 
-def _matched(params: Any, mask: Any) -> str:
+def _describe_match(params: Any, mask: Any) -> str:
     """Describes matched parameters: numbers of arrays and parameters, and names."""
     chosen = tree_names.named_leaves(mask)
     leaves = {name: leaf for name, leaf in tree_names.named_leaves(params).items() if chosen[name]}

@@ -19,7 +19,7 @@ UPLOAD = 30.0  # seconds, after which a line that was added is on the bucket at 
 LEASE = 60.0  # seconds without a renewal, after which a lease is free
 
 
-class HeldObject:
+class ConditionalObject:
     """An object that is written only if it is unchanged since this run last read or wrote it.
 
     The bucket gives each version of an object a new `generation`. The object's metadata name its
@@ -74,10 +74,10 @@ class Lease:
     def __init__(self, path: Path, holder: str):
         self._path, self._where = path, f'workdir {path.parent}'
         self._text, self._renewing = holder, threading.Lock()
-        self._object = HeldObject(path)
+        self._object = ConditionalObject(path)
         self._wait_until_stale()
         self._renew('is in use by')
-        self._released = _repeat(self._renew, LEASE / 4)
+        self._released = _run_periodically(self._renew, LEASE / 4)
 
     def check(self) -> None:
         """Raises UserError if another run may hold the lease, or if its object was removed.
@@ -113,7 +113,7 @@ class Lease:
             time.sleep(LEASE / 20)
 
     def _holder(self) -> str:
-        return (HeldObject(self._path).read() or 'nobody (.lock was removed)').strip()
+        return (ConditionalObject(self._path).read() or 'nobody (.lock was removed)').strip()
 
 
 class GrowingObject:
@@ -124,11 +124,11 @@ class GrowingObject:
 
     def __init__(self, path: Path):
         self.name, self._uploading = str(path), threading.Lock()
-        self._object = HeldObject(path)
+        self._object = ConditionalObject(path)
         self._text = self._object.read() or ''
         self._uploaded: str | None = None
         self.flush()  # a new generation, so that earlier runs can no longer write
-        self._closed = _repeat(self.flush, UPLOAD)
+        self._closed = _run_periodically(self.flush, UPLOAD)
 
     def write(self, line: str) -> None:
         """Appends a line."""
@@ -151,7 +151,7 @@ class GrowingObject:
             logging.warning('%s', error)
 
 
-def _repeat(act: Callable[[], None], seconds: float) -> threading.Event:
+def _run_periodically(act: Callable[[], None], seconds: float) -> threading.Event:
     """Calls `act` every `seconds` in a thread until the returned event is set; ignores errors."""
     stop = threading.Event()
 

@@ -8,7 +8,7 @@ import pytest
 from vit_jax.base.errors import UserError
 from vit_jax.data.sources import opening
 from vit_jax.data.sources.arrays import array_source
-from vit_jax.data.sources.base import relabeled
+from vit_jax.data.sources.base import replace_labels
 
 FILES = {
     'cat/ILSVRC2012_val_00000003.JPEG': [0, 2],
@@ -44,7 +44,7 @@ FORMS = {
 @pytest.mark.parametrize('form', FORMS)
 def test_every_image_has_the_classes_of_its_entry(root, form):
     source = opening.make_opener()(str(root), 'val')
-    new = relabeled(source, written(root, FORMS[form]))
+    new = replace_labels(source, written(root, FORMS[form]))
     assert new.multi_label and new.class_names == source.class_names == ('cat', 'dog', 'emu')
     for i in range(4):
         stored, row = new.read(i)
@@ -96,8 +96,8 @@ def test_an_entry_is_never_given_to_two_images(root):
 def test_a_list_needs_names_of_files(tmp_path):
     source = array_source(np.zeros((2, 4, 4), np.uint8), np.zeros(2, int), ['a'], name='x/test')
     with pytest.raises(UserError, match=r'x/test\[0\]'):
-        relabeled(source, written(tmp_path / 'x', [[0], [0]]))
-    new = relabeled(source, written(tmp_path / 'x', {'test[1]': [], 'test[0]': [0]}))
+        replace_labels(source, written(tmp_path / 'x', [[0], [0]]))
+    new = replace_labels(source, written(tmp_path / 'x', {'test[1]': [], 'test[0]': [0]}))
     assert new.labels.tolist() == [[1], [0]]
     for labels in 'none.json', 'real':
         with pytest.raises(UserError, match=labels):

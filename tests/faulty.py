@@ -70,7 +70,7 @@ class FaultyJob(Job):
         if 'other_packages' in self.faults and 'packages' in facts:
             facts['packages']['numpy'] = '0.0.1'
             facts['code']['training/loop.py'] = 'changed'
-        super().require_same(name, facts, *describe)
+        super().require_equal(name, facts, *describe)
 
 
 def replacing(owner, name):

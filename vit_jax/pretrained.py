@@ -43,7 +43,7 @@ _REGRESSES = (
     'call `logits` in Python to get its output'
 )
 OutputName = Literal['logits', 'probabilities', 'features']
-# Largest accepted ratio to the largest value that `prepare` can return. It accepts images with
+# Largest accepted ratio to the largest value that `preprocess` can return. It accepts images with
 # added noise, and rejects values from 0 to 255.
 _HEADROOM = 8
 
@@ -53,7 +53,7 @@ class LoadedModel:
     """A pre-trained model with its card.
 
     `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
-    `config.image_size`, normalized as by `prepare` (for the published models, floats from -1 to 1).
+    `config.image_size`, normalized as by `preprocess` (for the published models, floats from -1 to 1).
     They raise UserError for images of another size or type, or with much larger values. They work
     under jit, vmap and grad, where values are not checked and the parameters are constants;
     `model.apply(params, images)` takes the parameters as an argument. Two objects are equal if
@@ -158,7 +158,7 @@ class LoadedModel:
         Raises:
           UserError: For any other value, or if the model does not take 3 channels.
         """
-        channels = f'the model takes {self.config.channels} channels, but `prepare` returns 3'
+        channels = f'the model takes {self.config.channels} channels, but `preprocess` returns 3'
         require(self.config.channels == 3, f'{channels}; normalize the images in your own code')
         decoded = _decode_image(image, exif_rotation=self.preprocessing.exif_rotation)
         cut = self.preprocessing.crop(decoded, self.config.image_size, None)
@@ -191,7 +191,7 @@ class LoadedModel:
         """Returns the logits (features if there is no head) and intermediate arrays.
 
         Args:
-          images: Images (b h w c), as returned by `prepare`.
+          images: Images (b h w c), as returned by `preprocess`.
           names: Names of intermediate arrays (see docs/visualize.md), or a mapping from names to
             functions that reduce the arrays.
         """
@@ -202,11 +202,11 @@ class LoadedModel:
         return _to_host((logits, self._capture(self.params, images, wanted)))
 
     def _check_images(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
-        """Returns the images as float32. Raises UserError unless they look like `prepare`'s."""
+        """Returns the images as float32. Raises UserError unless they look like `preprocess`'s."""
         is_array = isinstance(images, jax.Array | np.ndarray)
         kind = f'{images.dtype}{list(images.shape)}' if is_array else type(images).__name__
         fits = is_array and images.ndim == 4 and jnp.issubdtype(images.dtype, jnp.floating)
-        expected = 'floats of shape (b, h, w, c), as returned by `prepare`'
+        expected = 'floats of shape (b, h, w, c), as returned by `preprocess`'
         require(fits and len(images) > 0, f'images: got {kind}; expected {expected}')
         if isinstance(images, jax.core.Tracer):
             return images.astype(jnp.float32)
@@ -214,7 +214,7 @@ class LoadedModel:
         scaled = [(v - m) / s for v in (0, 255) for m, s in zip(how.mean, how.std, strict=True)]
         text = f'images: got values up to {largest:g}; expected {min(scaled):g} to {max(scaled):g}'
         fits = largest <= _HEADROOM * max(map(abs, scaled))
-        require(fits, f'{text}, as returned by `prepare`')
+        require(fits, f'{text}, as returned by `preprocess`')
         return jnp.asarray(images, jnp.float32)
 
     @functools.cached_property

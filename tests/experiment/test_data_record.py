@@ -340,6 +340,6 @@ def test_a_record_that_lacks_sizes_is_a_gap_beside_a_whole_one(data, tmp_path, m
     splits = data_manifest.read_record(run / 'data_manifest.json.gz')
     (name,) = (name for name in splits if name.startswith(data_manifest.TRAINED_PREFIX))
     splits = {name: splits[name]._replace(sizes=[10]), f'{name} until step 5': splits[name]}
-    monkeypatch.setattr(lineage, 'read_manifest', lambda _: splits)
+    monkeypatch.setattr(lineage, 'read_record', lambda _: splits)
     (gap,) = lineage.find_source_run(str(run)).gaps
     assert 'incomplete' in gap

@@ -87,7 +87,7 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
             paths += images
             labels += [label] * len(images)
         except UserError as error:
-            faults.append(f'{error}; add images, or remove the folder')
+            faults.append(f'{error}; add images, or move the folder out of the data')
     refuse(faults)
     _warn_of_loose_images(root)
     return shuffle_once(labeled_source(paths, labels, class_names))

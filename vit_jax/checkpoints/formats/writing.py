@@ -108,9 +108,9 @@ def _write_arrays(
     layout: Layout | None,
     dtype: str | None,
 ) -> list[str]:
-    """`write_checkpoint` for the format of another system."""
+    """Implements `write_checkpoint` for the formats of other libraries."""
     config, notes = card.model, list[str]()
-    right = f'the {form.name} format has no plain ResNets; write google or bigvision'
+    right = f'the {form.name} format has no plain ResNets; use format=google or bigvision'
     require(form.resnets or isinstance(config, ViTConfig), right)
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         table, own = position_array(config, params), position_tables(config)
@@ -118,11 +118,11 @@ def _write_arrays(
         params = kept | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')
         card = dataclasses.replace(card, model=config)
-        notes.append('positions: written as an array')
+        notes.append('positions: written as learned position embeddings')
     layout = layout or form.usual_layout(config)
     ours = _without_class_row(params, layout)
     ours, rounded = _cast(ours, dtype or layout.dtype, rounding=dtype is not None)
-    # Arrays that are absent from the file stay absent while they are zero.
+    # Arrays that the layout leaves out stay absent while they are zero.
     absent = [rule for rule in form.rules(config, layout) if rule.theirs in layout.zeros]
     zeros = [r.theirs for r in absent if not any(np.any(ours.get(name, 0)) for name in r.ours)]
     dtype = next(iter(ours.values())).dtype.name

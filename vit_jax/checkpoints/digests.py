@@ -77,8 +77,8 @@ def verify_digests(folder: Path) -> None:
         written = dict(json.loads(text))
     except (ValueError, TypeError):
         written = {}
-    found = _digests(folder)
-    wrong = sorted(name for name in written if written[name] != found.get(name))
+    actual = _digests(folder)
+    wrong = sorted(name for name in written if written[name] != actual.get(name))
     if wrong or not written:
         names = ', '.join(wrong[:3]) or FILE
         raise Damaged(f'checkpoint {folder}: damaged since it was written: {names}')
@@ -116,7 +116,7 @@ def remove(folder: Path) -> None:
             sync(folder.parent)
         epath.Path(folder).rmtree()
     except Exception as error:  # bucket clients raise many types
-        logging.warning('%s: cannot remove it: %s', folder, error)
+        logging.warning('%s: cannot be removed: %s', folder, error)
 
 
 def remove_partial(folder: Path) -> None:

@@ -232,12 +232,12 @@ def checkpoint_folder(path: str) -> Path:
     Raises:
       MissingFile: If there is no complete checkpoint.
     """
-    given = storage.folder(path)
-    of_run = [f / str(step) for f in (given / FOLDER, given) for step in digests.steps(f)]
-    for folder in [given, *of_run]:
+    root = storage.folder(path)
+    of_run = [f / str(step) for f in (root / FOLDER, root) for step in digests.steps(f)]
+    for folder in [root, *of_run]:
         if is_complete(folder):
             return folder
-    raise MissingFile(f'checkpoint {path}: no complete checkpoint, nor a work directory with one')
+    raise MissingFile(f'{path}: neither a complete checkpoint nor a work directory with one')
 
 
 def load_card(path: str) -> tuple[dict[str, Any], Path]:
@@ -284,7 +284,7 @@ def _readable(folder: Path) -> Iterator[Any]:
         raise
     except Exception as error:  # orbax and tensorstore raise many types for damaged files
         digests.verify_digests(folder)
-        raise UnusableDisk(f'checkpoint {folder}: cannot read it: {one_line(error)}') from error
+        raise UnusableDisk(f'checkpoint {folder}: cannot be read: {one_line(error)}') from error
 
 
 def save_alone(folder: Path, params: Params, card: Json) -> None:

@@ -88,24 +88,24 @@ _COPIES = {
 
 
 def _files() -> dict[str, Published]:
-    found = {}
+    files = {}
     for variant, (recipe, size, tuned) in _AUGREG.items():
         stem = variant.translate(str.maketrans('/+', '__'))
         address = f'{AUGREG_FOLDER}/{stem}-i21k-300ep-lr_0.001-{recipe}'
-        found[f'augreg:{variant}-in21k'] = Published(f'{address}.npz', size)
+        files[f'augreg:{variant}-in21k'] = Published(f'{address}.npz', size)
         if tuned is not None:
             rate, size = tuned
             address += f'--imagenet2012-steps_20k-lr_{rate}-res_384.npz'
-            found[f'augreg:{variant}'] = Published(address, size)
+            files[f'augreg:{variant}'] = Published(address, size)
     for file, sizes in _VIT.items():
         variant = file.replace('ViT-', '').replace('_', '/')
         for (ending, folder), mebibytes in zip(_VIT_FOLDERS.items(), sizes, strict=True):
             if mebibytes is not None:
                 address = f'gs://vit_models/{folder}/{file}.npz'
-                found[f'vit:{variant}{ending}'] = Published(address, mebibytes)
+                files[f'vit:{variant}{ending}'] = Published(address, mebibytes)
     for name, repository in _COPIES.items():
-        found[name] = found[name]._replace(copy=f'hf:{repository}')
-    return found
+        files[name] = files[name]._replace(copy=f'hf:{repository}')
+    return files
 
 
 FILES = _files()  # by name

@@ -99,9 +99,9 @@ def _download_published(name: str) -> Local:
             raise
         why = str(error)
     logging.warning('%s; trying %s', why, file.copy)
-    found = local(file.copy)
+    downloaded = local(file.copy)
     text = f'{why}; using the copy {file.copy}, which was not compared with the original file'
-    return found._replace(origin=(text, *found.origin))
+    return downloaded._replace(origin=(text, *downloaded.origin))
 
 
 def _download_repository(repository: str, revision: str | None) -> Local:

@@ -48,22 +48,22 @@ def transfer(
     Raises:
       UserError: If an array does not fit the new model; the message names it.
     """
-    found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
+    named, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
-    tanh = [n for n in found if n.startswith('pre_logits/') and n not in expected]
-    one, two = ({(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (found, expected))
+    tanh = [n for n in named if n.startswith('pre_logits/') and n not in expected]
+    one, two = ({(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (named, expected))
     masked = {name for name, _ in one ^ two if name.startswith(f'{MASKED}/')}
     dropped = {*head_params(params), *tanh, *masked}
-    body = {name: leaf for name, leaf in found.items() if name not in dropped}
+    body = {name: leaf for name, leaf in named.items() if name not in dropped}
     body, report = adapt(body, old=old, new=new)  # a flat dictionary is a pytree too
-    wanted = {name: leaf for name, leaf in expected.items() if name not in {*head, *masked}}
-    tree_names.compare_names(body, wanted, where='start_from')
+    target = {name: leaf for name, leaf in expected.items() if name not in {*head, *masked}}
+    tree_names.compare_names(body, target, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
-    report.insert(0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers')
+    report.insert(0, f'{len(body)} of {len(target)} parameter arrays loaded, {numbers:,} numbers')
     if head:
         linear = old.head == new.head == 'linear' and not tanh
         names = class_names if class_names and linear else ((), ())
-        kept, line = _keep_known_classes(found, head, *names)
+        kept, line = _keep_known_classes(named, head, *names)
         to_zero = ' to zero' if new.head == 'linear' else ''
         report.append(line or f'head: reset{to_zero}, for {new.num_classes} classes')
         body |= kept

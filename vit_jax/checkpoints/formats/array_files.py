@@ -79,9 +79,9 @@ class JsonObject(dict[str, Any]):
         """
         stated = {name: value for name, value in self.items() if value is not None}
         for name in sorted({*stated} - {*records.hints(cls)}):
-            unknown = f'{self.where}.{name}={stated[name]!r:.80} is not supported'
-            known = re.fullmatch(ignored, name) is not None
-            require(known, f'{unknown}; remove it if it does not change the outputs of the model')
+            wrong = f'{self.where}.{name}={stated[name]!r:.80} is not supported'
+            is_ignored = re.fullmatch(ignored, name) is not None
+            require(is_ignored, f'{wrong}; remove it if it does not change the model')
         values = {**defaults, **stated}
         fields = {name: values[name] for name in records.hints(cls) if name in values}
         return records.from_dict(cls, fields, where=self.where)
@@ -134,8 +134,8 @@ def read_json(path: pathlib.Path) -> JsonObject:
 def read_descriptions(folder: pathlib.Path) -> dict[str, JsonObject]:
     """Reads the files of DESCRIPTIONS that a folder contains, by name."""
     # A broken link is an error: a cache that was copied without its blobs contains such links.
-    there = [name for name in DESCRIPTIONS if os.path.lexists(folder / name)]
-    return {name: read_json(folder / name) for name in there}
+    names = [name for name in DESCRIPTIONS if os.path.lexists(folder / name)]
+    return {name: read_json(folder / name) for name in names}
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -240,8 +240,8 @@ def _lazy(
         dtype = np.dtype(ml_dtypes.bfloat16)
 
     def checked() -> np.ndarray:
-        known = 'float32', 'float16', 'bfloat16'
-        require(dtype.name in known, f'{name}: got {dtype.name}; expected {", ".join(known)}')
+        types = 'float32', 'float16', 'bfloat16'
+        require(dtype.name in types, f'{name}: got {dtype.name}; expected {", ".join(types)}')
         array = read()
         array = array.view(dtype) if array.dtype.kind == 'V' else array
         values = array.astype(np.float32)

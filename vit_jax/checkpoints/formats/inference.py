@@ -40,8 +40,8 @@ class NeedsHint(UserError):
 
 def with_defaults(hints: Hints, defaults: Hints) -> Hints:
     """Fills missing hints with values from `defaults`."""
-    given = {name: value for name, value in vars(hints).items() if value is not None}
-    return dataclasses.replace(defaults, **given)
+    known = {name: value for name, value in vars(hints).items() if value is not None}
+    return dataclasses.replace(defaults, **known)
 
 
 def shape_of(arrays: Arrays, name: str, *ranks: int) -> tuple[int, ...]:

@@ -103,9 +103,9 @@ def torch_module(
     leaves = ('weight', 'kernel', kernel), ('weight', 'scale', SAME), ('bias', 'bias', bias)
     return [
         NameRule(
-            f'{theirs}{separator}{there}', tuple(f'{module}/{here}' for module in ours), transform
+            f'{theirs}{separator}{leaf}', tuple(f'{module}/{flax}' for module in ours), transform
         )
-        for there, here, transform in leaves
+        for leaf, flax, transform in leaves
     ]
 
 
@@ -122,9 +122,9 @@ def torch_backbone(config: ModelConfig, conv: str, norm: str, unit: str) -> list
     parts = {f'{kind}{i}': f'{kind}{i}' for i in (1, 2, 3) for kind in ('conv', 'norm')}
     parts |= {f'downsample.{kind}': f'{kind}_proj' for kind in ('conv', 'norm')}
     for stage, number in units(config):
-        theirs = unit.format(stage0=stage - 1, unit0=number - 1)
-        for there, here in parts.items():
-            rules += torch_module(f'{theirs}.{there}', f'backbone/stage{stage}/unit{number}/{here}')
+        theirs, ours = unit.format(stage0=stage - 1, unit0=number - 1), f'stage{stage}/unit{number}'
+        for part, name in parts.items():
+            rules += torch_module(f'{theirs}.{part}', f'backbone/{ours}/{name}')
     return rules
 
 
@@ -175,12 +175,12 @@ def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str |
     Raises:
       UserError: If arrays are missing, or are neither read by a rule nor ignored.
     """
-    wanted = {name for names in rules.values() for name in names}
-    extra = sorted(set(stored) - wanted)
+    expected = {name for names in rules.values() for name in names}
+    extra = sorted(set(stored) - expected)
     skipped = [name for name in extra if ignored and re.fullmatch(ignored, name)]
     unknown = sorted({*extra} - {*skipped})
-    found = (sorted(wanted - set(stored)), 'missing'), (unknown, 'unknown')
-    problems = [f'{len(n)} arrays are {what}: {", ".join(n[:4])}' for n, what in found if n]
+    wrong = (sorted(expected - set(stored)), 'missing'), (unknown, 'unknown')
+    problems = [f'{len(n)} arrays are {what}: {", ".join(n[:4])}' for n, what in wrong if n]
     require(not problems, '; '.join(problems))
     return skipped
 

@@ -63,14 +63,14 @@ def open_checkpoint(
       path: A file or directory of any format, `FILE:KEY` for a part of a file, or the name of a
         remote checkpoint (checkpoints/remote.py), which is downloaded unless it is in the cache.
       hints: Values that the file may leave open.
-      image_size: The image size that the caller is going to use, or `stored` to keep the size of
-        the file. If it is None, positions are resized to the size that the checkpoint's own
-        preprocessor produces.
+      image_size: If None, positions are resized to the image size that the checkpoint's own
+        preprocessor produces. Otherwise the size in the file is kept: pass `stored`, or the size
+        to which the caller resizes the model afterwards.
 
     Raises:
       MissingFile: If the path does not exist.
       NeedsHint: If the file does not determine the model.
-      UserError: If the checkpoint is not supported or damaged. All messages start with the path.
+      UserError: If the checkpoint is not supported or damaged; the message names the path.
     """
     local, origin = remote.local(path)
     is_of_paper, path = path in published.FILES, remote.shown(path)
@@ -114,16 +114,16 @@ def _find_weights(place: pathlib.Path) -> list[pathlib.Path]:
         if os.path.lexists(index):
             shards = {*array_files.read_json(index).part('weight_map').values()}
             return sorted(place / pathlib.PurePath(str(shard)).name for shard in shards)
-    found = sorted(p for p in place.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
-    listed = ', '.join(file.name for file in found)
-    require(len(found) < 2, f'{place}: contains several files of weights; name one of {listed}')
-    return found
+    files = sorted(p for p in place.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
+    listed = ', '.join(file.name for file in files)
+    require(len(files) < 2, f'{place}: contains several files of weights; pass one of {listed}')
+    return files
 
 
 def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
     """Opens a vit_jax checkpoint, or the newest one of a work directory."""
-    if given := [name for name, value in vars(hints).items() if value is not None]:
-        raise UserError(f'{path}: {given[0]} cannot be set for a vit_jax checkpoint; leave it out')
+    if names := [name for name, value in vars(hints).items() if value is not None]:
+        raise UserError(f'{path}: {names[0]} cannot be set for a vit_jax checkpoint; leave it out')
     values, folder = store.load_card(local)
     card = records.from_dict(Card, values, where=f'{path}: card')
     summary = inference.summarize(card.model, store.count_params(folder), projects=card.projects)
@@ -135,13 +135,13 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
 
 def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) -> Checkpoint:
     """Parses a file; a card in a file that vit_jax wrote takes precedence over other sources."""
-    own = CARD in contents.metadata and not contents.key
-    contents = contents if own else unwrap(contents, OWN_PREFIXES)
+    is_own = CARD in contents.metadata and not contents.key
+    contents = contents if is_own else unwrap(contents, OWN_PREFIXES)
     arrays = contents.arrays
     form = next((form for form in FORMATS if form.matches(arrays)), None)
     if form is None:
         raise UserError(f'no supported format has these {len(arrays)} arrays: {[*arrays][:3]} ...')
-    parsed = _parse_own(form, contents) if own else form.parse(contents, hints)
+    parsed = _parse_own(form, contents) if is_own else form.parse(contents, hints)
     config = parsed.config
     for name, hint in vars(hints).items():
         stored = getattr(config, name, None)

@@ -3,7 +3,7 @@
 The suffix -in21k denotes a model pre-trained on ImageNet-21k. Models without it were then
 fine-tuned on ImageNet, at 384 pixels or at the size in the name. The addresses are from the README
 of vision_transformer. Its bucket has returned HTTP 403 for everyone since February 2026
-(vision_transformer issue 321), so many names also have a copy in timm's or transformers' format.
+(vision_transformer issue 321). Most names also have a copy in timm's or transformers' format.
 
 The index of AugReg ("How to train your ViT?") lists 50,000 more files.
 """
@@ -114,7 +114,7 @@ FILES = _files()  # by name
 def find(name: str) -> Published:
     """Returns the file for a short name. Raises MissingFile for an unknown name."""
     if name not in FILES:
-        raise MissingFile(f'unknown name; {records.nearest(name, FILES)}; list: `vit_jax augreg`')
+        raise MissingFile(f'unknown name (see `vit_jax augreg`); {records.nearest(name, FILES)}')
     return FILES[name]
 
 

@@ -369,7 +369,7 @@ def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, di
     values, count = _describe(config, layout), config.num_classes
     has_head = layout.family != 'dinov3_vit' and config.representation_size is None
     wrong = f'the huggingface format has no head for {layout.family}, or none after a tanh layer'
-    require(has_head or count is None, f'{wrong}; export features with num_classes=None')
+    require(has_head or count is None, f'{wrong}; use num_classes=None or --drop_head')
     if count is not None and not card.projects:
         labels = card.class_names or [f'LABEL_{i}' for i in range(count)]
         values['id2label'] = {str(i): name for i, name in enumerate(labels)}

@@ -37,7 +37,7 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
     """
     channels, has_head = card.model.channels, card.model.num_classes is not None
     require(channels == 3, f'the stablehlo format needs 3 channels; the model has {channels=}')
-    text = 'the head is all zeros; export features with num_classes=None or --drop_head'
+    text = 'the head is all zeros; to export features, use num_classes=None or --drop_head'
     require(not has_head or has_trained_head(params), text)
     # numpy files have no bfloat16: the program gets the same bits as uint16.
     arrays = {

@@ -1,4 +1,4 @@
-"""Selects the weights of one model in a training checkpoint of PyTorch, and strips name prefixes.
+"""Selects one model in a PyTorch training checkpoint, and removes prefixes of wrappers from names.
 
 A file may contain several copies of a model. Averaged (EMA) weights are preferred, as in
 timm.models.load_checkpoint; `FILE:KEY` selects another copy by a part of its prefix.
@@ -58,7 +58,7 @@ def choose_prefix(prefixes: Sequence[str], key: str) -> tuple[str, tuple[str, ..
     parts = re.compile(rf'(.*[./])?{re.escape(key)}[./].*')
     chosen = [each for each in prefixes if not key or parts.fullmatch(each)]
     offers = ', '.join(each.rstrip('./') or 'the whole file' for each in prefixes)
-    require(bool(chosen), f'no model at {key!r}; expected one of {offers}')
+    require(bool(chosen), f'no model under the key {key!r}; expected one of {offers}')
     averaged = [each for each in chosen if _AVERAGED.fullmatch(each)]
     chosen = averaged if len(averaged) == 1 else chosen
     example = f'FILE:{chosen[-1].rstrip("./")}'

@@ -40,7 +40,7 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
     Raises:
       UserError: If the format is unknown, or the path does not have its ending.
     """
-    require(named in (None, *NAMES), f'format={named!r}; {records.nearest(str(named), NAMES)}')
+    require(named in (None, *NAMES), f'no format {named!r}; {records.nearest(str(named), NAMES)}')
     ending = pathlib.Path(path).suffix
     is_file = ending in {*array_files.ENDINGS, *_SUFFIXES.values()}
     fitting = [name for name in NAMES if _SUFFIXES.get(name, '') == (ending if is_file else '')]

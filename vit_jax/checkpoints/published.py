@@ -3,7 +3,7 @@
 The suffix -in21k denotes a model pre-trained on ImageNet-21k. Models without it were then
 fine-tuned on ImageNet, at 384 pixels or at the size in the name. The addresses are from the README
 of vision_transformer. Its bucket has returned HTTP 403 for everyone since February 2026
-(vision_transformer issue 321). Most names also have a copy in timm's or transformers' format.
+(vision_transformer issue 321). 19 of 36 names also have a copy in timm's or transformers' format.
 
 The index of AugReg ("How to train your ViT?") lists 50,000 more files.
 """

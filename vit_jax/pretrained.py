@@ -54,8 +54,8 @@ class LoadedModel:
 
     `logits`, `probabilities`, `features` and `capture` take images (b h w c) of
     `config.image_size`, normalized as by `preprocess` (for the published models, floats from -1 to
-    1). They raise UserError for images of another size or type, or with much larger values. They work
-    under jit, vmap and grad, where values are not checked and the parameters are constants;
+    1). They raise UserError for images of another size or type, or with much larger values. They
+    work under jit, vmap and grad, where values are not checked and the parameters are constants;
     `model.apply(params, images)` takes the parameters as an argument. Two objects are equal if
     card, parameters and compute options are equal. Objects can be pickled.
     """

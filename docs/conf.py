@@ -31,7 +31,7 @@ html_theme_options: dict[str, Any] = {'navbar_persistent': []}  # the search is 
 html_static_path = ['_static']
 html_css_files = ['site.css']
 
-# Headings get the same anchors as on GitHub, so links work there too.
+# Anchors of headings are GitHub's, so links work there too.
 myst_heading_anchors = 4
 
 # Changed notebooks are executed; -D nb_execution_mode=off uses their stored outputs.

@@ -271,7 +271,7 @@ def test_a_hint_that_contradicts_the_file_is_rejected(tmp_path):
 def test_a_checkpoint_of_ours_replaces_another_but_no_file_and_no_folder_of_others(tmp_path):
     network, path = loaded(HYBRID, class_names=tuple('abcdefghij')), tmp_path / 'ours'
     path.write_text('a file')
-    with pytest.raises(UserError, match='ours: is no checkpoint'):
+    with pytest.raises(UserError, match='ours: not a vit_jax checkpoint'):
         vit_jax.save(network, path, 'vit_jax', overwrite=True)
     path.unlink()
     vit_jax.save(network, path, 'vit_jax')
@@ -291,11 +291,11 @@ def test_a_checkpoint_of_ours_replaces_another_but_no_file_and_no_folder_of_othe
     with pytest.raises(UserError, match='photos: '):
         vit_jax.save(network, photos(tmp_path), 'vit_jax', overwrite=True)
     small = loaded(tiny.model(gelu='exact'))
-    with pytest.raises(UserError, match='ours: holds digests.json'):
+    with pytest.raises(UserError, match='ours: contains digests.json'):
         vit_jax.save(small, path, 'huggingface', overwrite=True)
     vit_jax.save(small, tmp_path / 'theirs', 'huggingface')
     clip = tiny.model(gelu='exact', layer_norm_epsilon=1e-5, pre_norm=True, num_classes=None)
-    with pytest.raises(UserError, match='theirs: holds model.safetensors'):
+    with pytest.raises(UserError, match='theirs: contains model.safetensors'):
         vit_jax.save(loaded(clip), tmp_path / 'theirs', 'open_clip', overwrite=True)
     assert len([*(tmp_path / 'photos').iterdir()]) == 5
 

@@ -1,1 +1,1 @@
-"""What is kept of a run, and how another run begins with it."""
+"""Checkpoints: saves and restores runs, downloads checkpoints, and starts from other models."""

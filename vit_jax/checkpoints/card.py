@@ -1,6 +1,6 @@
-"""The card of a checkpoint: what belongs to its parameters, as JSON next to them.
+"""The card of a checkpoint: its metadata, stored as JSON next to the parameters.
 
-A file of another system has no card. `Hints` are what such a file may not say of its model.
+Files of other libraries have no card. `Hints` supplies values that such a file may leave open.
 """
 
 import dataclasses
@@ -14,48 +14,48 @@ from vit_jax.models import Gelu, ResNetConfig, ViTConfig
 
 @dataclasses.dataclass(kw_only=True)
 class Card(Record):
-    """Everything that is needed to use the parameters without their experiment."""
+    """Metadata that is needed to use the parameters without their experiment."""
 
     step: int = 0
     model: ViTConfig | ResNetConfig
-    grid: tuple[int, int]  # (height, width) in patches, or of a ResNet's last feature map
+    grid: tuple[int, int]  # (height, width) in patches; size of a ResNet's last feature map
     preprocessing: Preprocessing
     class_names: tuple[str, ...] = ()
-    # The loss of the training: softmax, sigmoid, contrastive, regression (transformers) or
-    # MODULE:FUNCTION; None: not known.
+    # The training loss: softmax, sigmoid, contrastive, regression (transformers) or
+    # MODULE:FUNCTION; None: unknown.
     loss: str | None = None
     software: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
-        """Checks the grid, which is stated for readers that do not know the model, and classes."""
-        require(self.grid == self.model.grid, f'grid={self.grid}: the model has {self.model.grid}')
+        """Checks the class names and the grid, which serves readers that cannot build the model."""
+        require(self.grid == self.model.grid, f'grid={self.grid}: expected {self.model.grid}')
         count, outputs = len(self.class_names), self.model.num_classes or 0
         right = f'expected one for each of the {outputs:,} outputs, or none'
-        require(count in (0, outputs), f'class_names: got {count:,}; {right}')
+        require(count in (0, outputs), f'class_names: got {count:,} names; {right}')
 
     @property
     def projects(self) -> bool:
-        """Whether the head is CLIP's projection, whose outputs are compared with text outputs."""
+        """Whether the head is CLIP's projection into the space of text embeddings."""
         return self.loss == 'contrastive' and self.model.num_classes is not None
 
     @property
     def is_regression(self) -> bool:
-        """Whether the head is a regression: stated, or one output without a stated loss."""
+        """Whether the loss is regression, or is unknown and the head has one output."""
         return self.loss == 'regression' or self.loss is None and self.model.num_classes == 1
 
     def probabilities(self, logits: Float[Array, '... k']) -> Float[Array, '... k']:
-        """Returns the sigmoid of the logits if the training used it, else their softmax."""
+        """Returns the sigmoid of the logits if the loss was sigmoid, else their softmax."""
         return jax.nn.sigmoid(logits) if self.loss == 'sigmoid' else jax.nn.softmax(logits)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Hints(Record):
-    """What a file of another system may not say of its model. None: it does, or a rule does."""
+    """Values that a checkpoint of another library may leave open; None: taken from the file."""
 
-    grid: tuple[int, int] | None = None  # of the position embeddings, in patches (height, width)
-    num_heads: int | None = None  # of attention
-    gelu: Gelu | None = None  # tanh, its approximation; exact; quick: x sigmoid(1.702 x)
-    layer_norm_epsilon: float | None = None  # added to the variance
+    grid: tuple[int, int] | None = None  # (height, width) of the position embeddings, in patches
+    num_heads: int | None = None  # number of attention heads
+    gelu: Gelu | None = None  # exact, tanh (its approximation) or quick: x sigmoid(1.702 x)
+    layer_norm_epsilon: float | None = None  # added to the variance in layer norms
 
     def check(self) -> None:
         require_between(self, 'grid', 'num_heads', low=1)

@@ -1,8 +1,8 @@
-"""Digests of the files of a checkpoint: orbax would restore a flipped bit as a wrong number.
+"""Checksums of a checkpoint's files, because orbax does not detect flipped bits.
 
-`digests.json` holds the size and CRC-32C of each other file. Google's buckets state both for each
-object: verifying a checkpoint there reads nothing, and a run can be copied from a disk to a bucket
-and back. The file is written last: a folder that has it is a checkpoint.
+`digests.json` holds the size and CRC-32C of every other file. Google Cloud Storage provides both
+for each object, so verifying a checkpoint in a bucket reads only this file, and a run can be copied
+between disks and buckets. It is written last: a folder that contains it is a complete checkpoint.
 """
 
 import base64
@@ -19,17 +19,17 @@ from vit_jax.base import Path, StorageError, UserError, storage, sync, usable, w
 
 FILE, CARD = 'digests.json', 'card.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
-PARTIAL = '.partial-'  # starts the name of a checkpoint on a disk while it is written or removed
+PARTIAL = '.partial-'  # prefix of a checkpoint on a disk while it is written or removed
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not as they were written."""
+    """A file of a checkpoint has changed since it was written."""
 
 
 def list_steps(folder: Path) -> list[int]:
-    """Lists the steps with a checkpoint, the newest first."""
+    """Lists the steps that have a checkpoint, newest first."""
     with usable(folder):
-        # On a bucket an incomplete checkpoint has its name already.
+        # On a bucket, which cannot rename, incomplete checkpoints have their final name.
         paths = [p for p in _numbered(folder) if not storage.is_remote(p) or is_complete(p)]
     return sorted((int(path.name) for path in paths), reverse=True)
 
@@ -41,15 +41,16 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Returns whether all files of a checkpoint were written."""
+    """Returns whether a folder is a complete checkpoint."""
     with usable(folder):
         return (folder / FILE).exists()
 
 
 def write_digests(folder: Path) -> None:
-    """Completes a checkpoint, after its files are on the disk.
+    """Syncs the files of a checkpoint to the disk and writes their digests, which completes it.
 
-    Raises StorageError if orbax has lost the arrays of an item, which its manifest lists.
+    Raises:
+      StorageError: If orbax did not write the manifest of an item, which lists its arrays.
     """
     if not storage.is_remote(folder):
         with usable(folder):
@@ -59,16 +60,16 @@ def write_digests(folder: Path) -> None:
     for name in files:
         manifest = name.replace('/_METADATA', '/manifest.ocdbt')
         if manifest not in files:
-            raise StorageError(f'{folder}: {manifest} is missing: arrays cannot be read')
+            raise StorageError(f'{folder}: {manifest} is missing; its arrays cannot be read')
     write_json(folder / FILE, files)
 
 
 def verify_digests(folder: Path) -> None:
-    """Checks that all files of a checkpoint are as they were written.
+    """Compares the files of a checkpoint with their digests.
 
     Raises:
-      Damaged: If a file has changed; the message names up to three.
-      StorageError: If a file cannot be read, which is no damage.
+      DamagedCheckpoint: If files have changed or are missing; the message names up to three.
+      StorageError: If a file cannot be read; the checkpoint may be undamaged.
     """
     with usable(folder / FILE):
         text = (folder / FILE).read_bytes() if is_complete(folder) else b''
@@ -76,15 +77,15 @@ def verify_digests(folder: Path) -> None:
         written = dict(json.loads(text))
     except (ValueError, TypeError):
         written = {}
-    found = _digests(folder)
-    wrong = sorted(name for name in written if written[name] != found.get(name))
+    actual = _digests(folder)
+    wrong = sorted(name for name in written if written[name] != actual.get(name))
     if wrong or not written:
         names = ', '.join(wrong[:3]) or FILE
         raise DamagedCheckpoint(f'checkpoint {folder}: damaged since it was written: {names}')
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Computes the digests of the files in a folder; a bucket states them."""
+    """Computes the digests of the files in a folder; for buckets, queries them."""
     if storage.is_remote(folder):
         return storage.read_digests(folder)
     with usable(folder):
@@ -96,7 +97,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def crc32c(path: pathlib.Path) -> str:
-    """Returns the CRC-32C of a file in Google's notation."""
+    """Returns the CRC-32C of a file in base64, as Google Cloud Storage writes it."""
     checksum = google_crc32c.Checksum()
     with path.open('rb') as file:
         while block := file.read(2**20):
@@ -105,21 +106,21 @@ def crc32c(path: pathlib.Path) -> str:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint, which is none from the first moment on; warns if that fails."""
+    """Removes a checkpoint, or logs a warning. A partially removed one is not a checkpoint."""
     try:
         if storage.is_remote(folder):
             (folder / FILE).unlink(missing_ok=True)
         elif not folder.name.startswith(PARTIAL):
-            # The time makes the name unique: a killed removal may have left another folder.
+            # The time makes the name unique: a killed process may have left another folder.
             folder = folder.rename(folder.with_name(f'{PARTIAL}{folder.name}-{time.time_ns()}'))
             sync(folder.parent)
         epath.Path(folder).rmtree()
-    except Exception as error:  # clients of a bucket raise many kinds
-        logging.warning('%s: could not be removed: %s', folder, error)
+    except Exception as error:  # bucket clients raise many types
+        logging.warning('%s: cannot be removed: %s', folder, error)
 
 
 def remove_partial(folder: Path) -> None:
-    """Removes checkpoints that a killed process was writing or removing."""
+    """Removes checkpoints that a killed process left partially written or removed."""
     with usable(folder):
         if storage.is_remote(folder):
             partial = [path for path in _numbered(folder) if not is_complete(path)]
@@ -130,7 +131,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def quarantine(folder: Path) -> Path:
-    """Moves a damaged checkpoint to the folder `damaged` next to it; returns its new path."""
+    """Moves a damaged checkpoint to the sibling folder `damaged`; returns its new path."""
     place = folder.parent / DAMAGED / f'{folder.name}-{time.time_ns()}'
     with usable(place):
         if storage.is_remote(folder):

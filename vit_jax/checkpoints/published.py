@@ -1,9 +1,9 @@
-"""The files that two papers published, by short names: `augreg:B/16`, `vit:L/16-in21k`.
+"""Short names of the checkpoints of two papers, such as `augreg:B/16` and `vit:L/16-in21k`.
 
--in21k is a network that was pre-trained on ImageNet-21k; without it, one that was then fine-tuned
-on ImageNet, at 384 pixels or those of its name. The addresses are of vision_transformer's README.
-The bucket has answered 403 to everybody since February 2026 (vision_transformer issue 321), so that
-a name also has the address of a copy in timm's or transformers' layout, where one is known.
+The suffix -in21k denotes a model pre-trained on ImageNet-21k. Models without it were then
+fine-tuned on ImageNet, at 384 pixels or at the size in the name. The addresses are from the README
+of vision_transformer. Its bucket has returned HTTP 403 for everyone since February 2026
+(vision_transformer issue 321). 19 of 36 names also have a copy in timm's or transformers' format.
 
 The index of AugReg ("How to train your ViT?") lists 50,000 more files.
 """
@@ -18,15 +18,15 @@ AUGREG_FOLDER = 'gs://vit_models/augreg'
 
 
 class Published(NamedTuple):
-    """A file that anyone can download."""
+    """Addresses and size of a published checkpoint."""
 
     address: str
-    mebibytes: int  # 4 bytes a parameter, as the README has them
-    copy: str | None = None  # a repository of the hub with the same network; no digest is known
+    mebibytes: int  # from the README; 4 bytes per parameter
+    copy: str | None = None  # a Hub repository with the same model; its digest is unknown
 
 
-# "How to train your ViT?" (Steiner et al.): how each was pre-trained, and its size; the learning
-# rate that it was fine-tuned with, and the size then.
+# "How to train your ViT?" (Steiner et al.): for each variant the options of pre-training in the
+# file name and the MiB of the file; then learning rate and MiB of the fine-tuned model.
 _AUGREG: dict[str, tuple[str, int, tuple[str, int] | None]] = {
     'Ti/16': ('aug_none-wd_0.03-do_0.0-sd_0.0', 37, ('0.03', 22)),
     'S/16': ('aug_light1-wd_0.03-do_0.0-sd_0.0', 115, ('0.03', 85)),
@@ -39,8 +39,8 @@ _AUGREG: dict[str, tuple[str, int, tuple[str, int] | None]] = {
     'R26+S/32': ('aug_light1-wd_0.1-do_0.0-sd_0.0', 170, ('0.01', 139)),
     'R50+L/32': ('aug_medium1-wd_0.1-do_0.1-sd_0.1', 1337, ('0.01', 1255)),
 }
-# "An Image is Worth 16x16 Words" (Dosovitskiy et al.): files by their own names, with their sizes
-# before and after fine-tuning.
+# "An Image is Worth 16x16 Words" (Dosovitskiy et al.): MiB of the pre-trained and of the fine-tuned
+# file, by file name.
 _VIT: dict[str, tuple[int | None, int | None]] = {
     'ViT-B_8': (394, 335),
     'ViT-B_16': (394, 331),
@@ -57,9 +57,9 @@ _VIT: dict[str, tuple[int | None, int | None]] = {
 _VIT_FOLDERS = {'-in21k': 'imagenet21k', '': 'imagenet21k+imagenet2012'}
 
 
-# Copies on the Hugging Face Hub. Of AugReg those that timm converted from exactly these files, as
-# its source says (timm 1.0.31); its other ones were trained with other values. A commit is there
-# where a page of the hub shows that it holds the weights.
+# Copies on the Hugging Face Hub. For AugReg, only models that timm converted from exactly these
+# files according to its source (timm 1.0.31); its other AugReg models have other hyperparameters.
+# A commit is given if a page of the Hub shows that it contains the weights.
 _COPIES = {
     'augreg:Ti/16': 'timm/vit_tiny_patch16_384.augreg_in21k_ft_in1k',
     'augreg:Ti/16-in21k': 'timm/vit_tiny_patch16_224.augreg_in21k',
@@ -78,7 +78,7 @@ _COPIES = {
     'vit:L/32': 'google/vit-large-patch32-384',
     'vit:R50+B/16': 'timm/vit_base_r50_s16_384.orig_in21k_ft_in1k'
     '@de1802dabe5c370db01958230454061757dea669',
-    # These have no head: that of the papers' files is all zeros.
+    # These copies have no head; the heads in the papers' files are all zeros.
     'vit:B/16-in21k': 'google/vit-base-patch16-224-in21k@8146525ca503690e7719cca453d932123c9c1eaa',
     'vit:B/32-in21k': 'google/vit-base-patch32-224-in21k',
     'vit:L/16-in21k': 'google/vit-large-patch16-224-in21k',
@@ -88,43 +88,43 @@ _COPIES = {
 
 
 def _files() -> dict[str, Published]:
-    found = {}
+    files = {}
     for variant, (recipe, size, tuned) in _AUGREG.items():
         stem = variant.translate(str.maketrans('/+', '__'))
         address = f'{AUGREG_FOLDER}/{stem}-i21k-300ep-lr_0.001-{recipe}'
-        found[f'augreg:{variant}-in21k'] = Published(f'{address}.npz', size)
+        files[f'augreg:{variant}-in21k'] = Published(f'{address}.npz', size)
         if tuned is not None:
             rate, size = tuned
             address += f'--imagenet2012-steps_20k-lr_{rate}-res_384.npz'
-            found[f'augreg:{variant}'] = Published(address, size)
+            files[f'augreg:{variant}'] = Published(address, size)
     for file, sizes in _VIT.items():
         variant = file.replace('ViT-', '').replace('_', '/')
         for (ending, folder), mebibytes in zip(_VIT_FOLDERS.items(), sizes, strict=True):
             if mebibytes is not None:
                 address = f'gs://vit_models/{folder}/{file}.npz'
-                found[f'vit:{variant}{ending}'] = Published(address, mebibytes)
+                files[f'vit:{variant}{ending}'] = Published(address, mebibytes)
     for name, repository in _COPIES.items():
-        found[name] = found[name]._replace(copy=f'hf:{repository}')
-    return found
+        files[name] = files[name]._replace(copy=f'hf:{repository}')
+    return files
 
 
 FILES = _files()  # by name
 
 
 def find(name: str) -> Published:
-    """Returns the file of a short name. Raises MissingFile if it is not in the table."""
+    """Returns the file for a short name. Raises MissingFile for an unknown name."""
     if name not in FILES:
-        raise MissingFile(f'no such file; {records.closest(name, FILES)}; see `vit_jax augreg`')
+        raise MissingFile(f'unknown name (see `vit_jax augreg`); {records.closest(name, FILES)}')
     return FILES[name]
 
 
 class Row(NamedTuple):
-    """A row of the index of AugReg: a pre-trained checkpoint and one fine-tuning of it."""
+    """A row of the AugReg index: a pre-trained checkpoint and one fine-tuned version of it."""
 
-    ds: str  # the data of pre-training
+    ds: str  # the data set of pre-training
     filename: str  # of the pre-trained checkpoint, without `.npz`
     final_val: float  # its validation accuracy
-    adapt_ds: str  # the data of fine-tuning; empty if there is none
+    adapt_ds: str  # the data set of fine-tuning; empty if the row has no fine-tuned version
     adapt_resolution: str
     adapt_filename: str
     adapt_final_val: float
@@ -132,8 +132,8 @@ class Row(NamedTuple):
 
 
 def read_index(path: str) -> list[Row]:
-    """Reads the index of AugReg, a CSV file."""
-    with usable(path, 'the index of AugReg, a CSV file'), open(path, newline='') as file:
+    """Reads the AugReg index, a CSV file."""
+    with usable(path, 'the AugReg index, a CSV file'), open(path, newline='') as file:
         return [_row(values) for values in csv.DictReader(file)]
 
 
@@ -142,7 +142,7 @@ def _row(values: dict[str, str]) -> Row:
 
 
 def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
-    """Returns a row for each pre-trained checkpoint of a variant, the best one first."""
+    """Returns a row for each pre-trained checkpoint of a variant, best accuracy first."""
     # A file of `R50+L/32`, or `R50+ViT-L_32`, starts with `R50_L_32-`.
     stem = variant.replace('ViT-', '').replace('/', '_').replace('+', '_')
     stems = {row.filename.split('-')[0] for row in rows}
@@ -152,13 +152,13 @@ def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
 
 
 def pick_checkpoint(rows: Sequence[Row], variant: str) -> Row:
-    """Returns the published choice for a variant: the best one on ImageNet-21k's validation set."""
+    """Returns the recommended checkpoint: the best one on ImageNet-21k's validation set."""
     candidates = [row for row in list_variant(rows, variant) if row.ds == 'i21k']
-    # Of equals the last, as in the published code.
+    # The last of several equal ones, as in the published code.
     return max(reversed(candidates), key=lambda row: row.final_val)
 
 
 def list_fine_tunings(rows: Sequence[Row], filename: str) -> list[Row]:
-    """Returns the fine-tunings of a pre-trained checkpoint, sorted by data set and accuracy."""
+    """Returns the fine-tuned versions of a checkpoint, by data set, then best accuracy first."""
     chosen = [row for row in rows if row.filename == filename and row.adapt_filename]
     return sorted(chosen, key=lambda row: (row.adapt_ds, -row.adapt_final_val))

@@ -1,14 +1,14 @@
-"""Names of remote checkpoints, and the local copies that they become.
+"""Downloads remote checkpoints. Their names are:
 
     hf:OWNER/NAME[@REVISION]                    a repository of the Hugging Face Hub
     https://HOST/FILE[:SUBTREE][?QUERY][#sha256=DIGEST]
-                                                a file; it is compared with its digest, if given
-    gs://BUCKET/FILE[:SUBTREE]                  a public file of Google Cloud Storage
+                                                a file, compared with the digest if it is given
+    gs://BUCKET/FILE[:SUBTREE]                  a public file on Google Cloud Storage
     gs://BUCKET/FOLDER                          a work directory of vit_jax, read in place
     augreg:B/16, vit:L/16-in21k                 published files (checkpoints/published.py)
 
-Every other name is a local path, for which the network is not used. `huggingface_hub` downloads
-repositories into its own cache. `pooch` downloads files to CACHE/DIGEST-OF-URL/FILE.
+Every other name is a local path and causes no network access. `huggingface_hub` downloads
+repositories to its own cache. `pooch` downloads files to CACHE/DIGEST-OF-URL/FILE.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from vit_jax.checkpoints.formats.array_files import DESCRIPTIONS, ENDINGS, INDEX
 _HUB = re.compile(r'hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@?\s]+))?')
 _FOLDER = re.compile(r'gs://[^/?@]+/[^#?]*')
 _ENDINGS = '|'.join(map(re.escape, ENDINGS))
-_FILE = re.compile(  # the subtree stands before the query, which may contain colons
+_FILE = re.compile(  # the subtree comes before the query, because queries may contain colons
     rf'(?P<address>(?:https?|gs)://[^/?#\s@]+/[^?#\s]*?(?:{_ENDINGS}))(?::(?P<subtree>[^#?\s]+))?'
     r'(?P<query>[?][^#\s]*)?(?:#sha256=(?P<sha256>[0-9a-fA-F]{64}))?'
 )
@@ -41,35 +41,35 @@ class Local(NamedTuple):
     """The local copy of a checkpoint."""
 
     path: str
-    origin: tuple[str, ...] = ()  # of a download: URL, commit and digests, line by line
+    origin: tuple[str, ...] = ()  # lines with the URL, commit and digests of a download
 
 
 def is_remote_name(name: str) -> bool:
-    """Returns whether a name is not a local path."""
+    """Returns whether a name denotes a remote checkpoint."""
     return re.match('(?:hf|augreg|vit):|[A-Za-z][A-Za-z0-9+]+:/', name) is not None
 
 
 def shown(name: str) -> str:
-    """Returns the name without the user and the query of a URL, which may be secrets."""
+    """Returns the name without the user and query of a URL, which may contain secrets."""
     return redact_url(name) if is_remote_name(name) else name
 
 
 def to_path(name: str) -> str:
-    """Returns the name as a path: without a digest, and a published name as one word."""
+    """Returns the name as a path, without a digest; `augreg:B/16` becomes `augreg-B-16`."""
     is_short = name in published.FILES
     return re.sub('[:/]', '-', name) if is_short else shown(name).partition('#sha256=')[0]
 
 
 def require_local(path: str) -> None:
     """Raises UserError for a remote name."""
-    require(not is_remote_name(path), f'{shown(path)}: expected a local path to write to')
+    require(not is_remote_name(path), f'{shown(path)}: cannot be written; expected a local path')
 
 
 def local(name: str) -> Local:
-    """Returns the local copy of a checkpoint; downloads it if it is not in a cache.
+    """Returns the local copy of a checkpoint; downloads it if it is not in the cache.
 
     Raises:
-      UserError: If the name has no meaning or the download fails; the message starts with the name.
+      UserError: If the name is invalid or the download fails; the message starts with the name.
     """
     if not is_remote_name(name):
         return Local(name)
@@ -88,7 +88,7 @@ def local(name: str) -> Local:
 
 
 def _download_published(name: str) -> Local:
-    """Returns the published file, or its copy on the hub if the file cannot be downloaded."""
+    """Downloads the published file, or its copy on the Hub if that fails."""
     file = published.find(name)
     try:
         return local(file.address)
@@ -99,28 +99,28 @@ def _download_published(name: str) -> Local:
             raise
         why = str(error)
     logging.warning('%s; trying %s', why, file.copy)
-    found = local(file.copy)
-    text = f'{why}; used the copy {file.copy}, which was not compared with that file'
-    return found._replace(origin=(text, *found.origin))
+    downloaded = local(file.copy)
+    text = f'{why}; using the copy {file.copy}, which was not compared with the original file'
+    return downloaded._replace(origin=(text, *downloaded.origin))
 
 
 def _download_repository(repository: str, revision: str | None) -> Local:
-    """Downloads the weights of a repository and their descriptions."""
+    """Downloads the weights and JSON files of a repository on the Hugging Face Hub."""
     try:
         from huggingface_hub import constants, snapshot_download
     except ImportError as error:
-        raise UserError("the hub needs its client: pip install 'vit_jax[hub]'") from error
+        raise UserError("needs huggingface_hub: pip install 'vit_jax[hub]'") from error
     url = redact_url(f'{constants.ENDPOINT}/{repository}')
-    for file in WEIGHTS:  # the first one that the repository has
+    for file in WEIGHTS:  # the first kind of weights that the repository has
         stem, _, ending = file.partition('.')
         weights = [file, f'{file}{INDEX}', f'{stem}-*-of-*.{ending}']
         patterns = [*DESCRIPTIONS, *weights]
         try:
             place = snapshot_download(repository, revision=revision, allow_patterns=patterns)
-        except Exception as error:  # the client raises many kinds
+        except Exception as error:  # the client raises many types
             raise UserError(f'{url}: {format_error(error)}') from error
         folder = pathlib.Path(place)
-        revision = folder.name  # the same commit for all kinds of weights: a branch may move
+        revision = folder.name  # the same commit for all kinds of weights, as a branch may move
         if paths := sorted(path for pattern in weights for path in folder.glob(pattern)):
             digests = [f'{path.name}: SHA-256 {_verified_digest(path)}' for path in paths]
             return Local(place, (f'{url}, commit {revision}', *digests))
@@ -128,9 +128,9 @@ def _download_repository(repository: str, revision: str | None) -> Local:
 
 
 def _verified_digest(path: pathlib.Path) -> str:
-    """Returns the SHA-256 of a file of the hub. Raises UserError if the hub declares another.
+    """Returns the SHA-256 of a file from the Hub. Raises UserError if the Hub declares another.
 
-    The client compares lengths only. It links the file to one that is named by the declared digest.
+    The client compares only lengths. Its cache links the file to one named by the declared digest.
     """
     import pooch
 
@@ -142,7 +142,7 @@ def _verified_digest(path: pathlib.Path) -> str:
 
 
 def _download_file(match: re.Match[str]) -> Local:
-    """Downloads the file of a match of _FILE."""
+    """Downloads the file that a match of _FILE names."""
     path, digest = fetch(match['address'] + (match['query'] or ''), match['sha256'])
     subtree = f':{match["subtree"]}' if match['subtree'] else ''
     origin = redact_url(_public_url(match['address'])), f'SHA-256 {digest}'
@@ -150,15 +150,20 @@ def _download_file(match: re.Match[str]) -> Local:
 
 
 def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
-    """Returns the file at a URL in the cache, and its SHA-256; downloads it if it is not there.
+    """Downloads a URL to the cache, unless it is there.
 
-    A cached file is compared with `sha256` if that is given, and downloaded again if it differs.
+    Args:
+      url: An https:// or gs:// address.
+      sha256: The expected digest. A cached file with another digest is downloaded again.
+
+    Returns:
+      The path in the cache, and the SHA-256 of the file.
 
     Raises:
       StorageError: If the cache cannot be written.
       UserError: If the download fails.
     """
-    import pooch  # takes a while, and is needed for downloads only
+    import pooch  # slow to import, and needed only for downloads
     import requests
 
     url, shown = _public_url(url), redact_url(_public_url(url))
@@ -171,7 +176,7 @@ def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     except requests.RequestException as error:  # its message repeats the query of the URL
         response = error.response
         why = type(error).__name__ if response is None else f'HTTP {response.status_code}'
-        advice = 'try again, or download it with another program and give its path'
+        advice = 'try again, or download it with another program and pass its path'
         raise UserError(f'{shown}: {why}; {advice}') from error
     except OSError as error:
         text = f'{error.filename or path}: {error.strerror or error}'
@@ -181,9 +186,9 @@ def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
 
 
 def _public_url(address: str) -> str:
-    """Returns the URL at which anyone can read an address.
+    """Converts a gs:// address to its public https:// URL; returns other addresses unchanged.
 
-    STORAGE_EMULATOR_HOST names another server for gs://, as in Google's own clients.
+    As in Google's clients, STORAGE_EMULATOR_HOST replaces the server for gs://.
     """
     if not address.startswith('gs://'):
         return address
@@ -193,11 +198,11 @@ def _public_url(address: str) -> str:
 
 def cached_path(url: str) -> pathlib.Path:
     """Returns the path in the cache for the file at a URL."""
-    name = redact_url(url).rpartition('/')[2][-200:]  # a disk allows 255 bytes
+    name = redact_url(url).rpartition('/')[2][-200:]  # file systems allow 255 bytes
     return cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
 
 
 def cache() -> pathlib.Path:
-    """Returns the folder of all downloads except the hub's: VIT_JAX_CACHE, or ~/.cache/vit_jax."""
+    """Returns the folder of all downloads except the Hub's: VIT_JAX_CACHE or ~/.cache/vit_jax."""
     users = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
     return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or f'{users}/vit_jax').expanduser()

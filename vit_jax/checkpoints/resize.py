@@ -1,4 +1,4 @@
-"""Resizes position embeddings and patch projections for other images."""
+"""Resizes position embeddings and patch projections for other image and patch sizes."""
 
 import numpy as np
 
@@ -12,13 +12,22 @@ Grid = tuple[int, int]  # (rows, columns)
 
 
 def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
-    """Returns the position embeddings of `params`, resized from the old grid to the new one.
+    """Resizes position embeddings from the grid of `old` to the grid of `new`.
 
-    `params` has the parameters by their full names. Raises UserError for relative positions.
+    Args:
+      params: All parameters of `old` by their full names.
+      old: The model of `params`.
+      new: The model with the target grid.
+
+    Returns:
+      The resized tables by name; empty if both grids are equal.
+
+    Raises:
+      UserError: If positions are relative and the grids differ.
     """
     if old.grid == new.grid:
         return {}
-    text = f'{old.positions} positions of a grid {old.grid} cannot be resized to {new.grid}'
+    text = f'{old.positions} positions cannot be resized from the grid {old.grid} to {new.grid}'
     require(old.positions not in FIXED_GRID, text)
     resized = {}
     for name, (has_rows, has_columns) in position_table_axes(old).items():
@@ -34,10 +43,10 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
 def resize_table(
     table: Float[np.ndarray, '... n d'], old: Grid, new: Grid, *, how: PositionResize
 ) -> Float[np.ndarray, '... m d']:
-    """Resizes learned positions to another grid, and keeps the rows before the grid.
+    """Resizes a table of learned positions to another grid (ViT paper, section 3.2).
 
-    `bilinear` is `scipy.ndimage.zoom(order=1)` of the paper's code (section 3.2), for any pair of
-    grids. Computed in float64.
+    Rows before the grid, such as the class token's, are kept. `how='bilinear'` equals
+    `scipy.ndimage.zoom(order=1)` in the paper's code, for any pair of grids. Computes in float64.
     """
     prefix = table.shape[-2] - old[0] * old[1]
     rows, columns = (_weights(size, target, how) for size, target in zip(old, new, strict=True))
@@ -49,7 +58,7 @@ def resize_table(
 
 
 def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new old']:
-    """Returns the weight of each old position in each new one, along one axis."""
+    """Returns the matrix that resizes positions along one axis."""
     if how == 'bilinear':
         corners = np.linspace(0, old - 1, new)[:, None]
         return np.maximum(0, 1 - np.abs(corners - np.arange(old)))
@@ -57,18 +66,18 @@ def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new 
     at = (np.arange(new)[:, None] + 0.5) * step - 0.5
     if how == 'bilinear_edges':
         return np.maximum(0, 1 - np.abs(np.clip(at, 0, old - 1) - np.arange(old)))
-    if how == 'bicubic_antialias':  # a wider kernel where it shrinks, cut at the edges
+    if how == 'bicubic_antialias':  # the kernel is widened to shrink, and cut at the edges
         wide = max(step, 1.0)
         weights = _cubic((np.arange(old) - at) / wide, a=-0.5)
         return weights / weights.sum(axis=1, keepdims=True)
-    # The last row is repeated beyond the edge as far as the kernel reaches.
+    # Edge positions are repeated outside the table as far as the kernel reaches.
     beyond = np.arange(-2, old + 2)
     to_table = np.clip(beyond, 0, old - 1)[:, None] == np.arange(old)
     return _cubic(beyond - at, a=-0.75) @ to_table
 
 
 def _cubic(x: Float[np.ndarray, '*s'], *, a: float) -> Float[np.ndarray, '*s']:
-    """Keys's cubic convolution kernel of width 4, whose slope at 1 is a."""
+    """Evaluates the cubic convolution kernel of Keys (1981), whose slope at 1 is `a`."""
     x = np.abs(x)
     near = (a + 2) * x**3 - (a + 3) * x**2 + 1
     far = a * (x**3 - 5 * x**2 + 8 * x - 4)
@@ -78,9 +87,9 @@ def _cubic(x: Float[np.ndarray, '*s'], *, a: float) -> Float[np.ndarray, '*s']:
 def resize_patches(
     kernel: Float[np.ndarray, 'p q c d'], new: tuple[int, int]
 ) -> Float[np.ndarray, 'r s c d']:
-    """Resizes a kernel to another patch size by the pseudo-inverse of FlexiViT (section 3.4).
+    """Resizes a patch projection with the pseudo-inverse of FlexiViT (section 3.4).
 
-    A patch that is enlarged bilinearly gives the same token as before.
+    If patches are enlarged bilinearly, the resized kernel gives the same tokens as the old one.
     """
     rows, columns = (
         np.linalg.pinv(_weights(old, size, 'bilinear_edges').T)
@@ -92,9 +101,9 @@ def resize_patches(
 def rechannel(kernel: Float[np.ndarray, 'p q c d'], new: int) -> Float[np.ndarray, 'p q e d']:
     """Adapts a kernel to another number of channels.
 
-    One channel is the sum of all. More channels repeat the old ones in turn, each divided by its
-    number of repetitions, so that images whose channels are equal give the same tokens as before.
-    Fewer channels are the first ones, scaled up.
+    A single channel is the sum of all old ones. More channels repeat the old ones in turn, each
+    divided by its number of repetitions, so that images with equal channels give the same tokens as
+    before. Two or more, but fewer channels than before are the first ones, scaled by old / new.
     """
     old = kernel.shape[2]
     if new == 1:

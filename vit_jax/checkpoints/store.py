@@ -1,13 +1,13 @@
-"""Checkpoints of a run: the state of a step, written by orbax while training continues.
+"""Saves and restores the training state of a run with orbax, while training continues.
 
-    WORKDIR/checkpoints/STEP/params         the parameters to use: the average if there is one
-                            /training       the rest of the state
-                            /card.json      what belongs to the parameters (checkpoints/card.py)
-                            /progress.json  what the next report of the run starts with
-                            /digests.json   of all these files (checkpoints/digests.py)
+    WORKDIR/checkpoints/STEP/params         the parameters to use: the EMA if there is one
+                            /training       the rest of the training state
+                            /card.json      metadata of the parameters (checkpoints/card.py)
+                            /progress.json  recent metrics and counters, for a resumed run
+                            /digests.json   checksums of all these files (checkpoints/digests.py)
 
-Parameters are an item of their own, so that using them needs no optimizer. On a disk a checkpoint
-is written and removed under another name, so that a folder STEP is whole.
+Parameters are a separate orbax item, so that they can be loaded without the optimizer. On disks a
+checkpoint has another name while it is written or removed, so that a folder STEP is complete.
 """
 
 import contextlib
@@ -35,16 +35,20 @@ Json = dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints of the run in a work directory; the newest `keep` of them are kept.
+    """Checkpoints of the run in a work directory.
 
-    All processes of a job make one and call the same methods in the same order: each writes the
-    arrays that it holds. `save` returns once these are copied from the devices; a thread writes
-    the files, gives the checkpoint its name, and removes the oldest one. What goes wrong there is
-    raised by the next `save`, `check` or `wait`, as StorageError (an OSError).
+    Every process of a job creates one and calls the same methods in the same order; each process
+    writes the arrays that it holds. `save` returns once these are copied from the devices. A thread
+    then writes the files, renames the checkpoint to its final name and removes old checkpoints.
+    The next `save`, `check` or `wait` raises errors of that thread, as StorageError (an OSError).
 
-    A checkpoint is complete when it is on the disk, where a power failure leaves it, together with
-    the contents of the files `along` when it was saved. `held` is called before a checkpoint is
-    completed and raises UserError if another run has taken over the work directory.
+    Args:
+      workdir: The work directory.
+      keep: How many of the newest checkpoints are kept.
+      along: Files, such as metrics, that are synced to the disk before a checkpoint is completed,
+        so that their contents survive a power failure together with the checkpoint.
+      held: Called before a checkpoint is completed. It raises UserError if another run has taken
+        over the work directory.
     """
 
     def __init__(
@@ -67,20 +71,19 @@ class Checkpoints:
         self._plain = self._resources.enter_context(storage.orbax_safe_path(self._folder))
         self._writer = ocp.AsyncCheckpointer(_composite())
         self._resources.callback(self._writer.close)
-        #: The step of the newest checkpoint, which may still be being written, until `wait`.
+        #: The step of the newest checkpoint; until `wait` returns, it may still be written.
         self.latest_step = max(digests.list_steps(self._folder), default=None)
 
     def path(self, step: int) -> Path:
-        """The folder of the checkpoint of a step."""
+        """Returns the folder of the checkpoint of a step."""
         return self._folder / str(step)
 
     def save(self, step: int, params: Params, training: Any, card: Json, progress: Json) -> None:
-        """Starts to save a step, unless that step was the last to be saved."""
+        """Starts to save a step; does nothing if it is the latest saved step."""
         if step == self.latest_step:
             return self.check()
-        self._join()
-        self.check()
-        self._held()  # a partial checkpoint would be in the way of the run that has taken over
+        self.wait()
+        self._held()  # a partial checkpoint would obstruct the run that has taken over
         arrays = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params),
             training=ocp.args.PyTreeSave(tree_names.named_leaves(training)),
@@ -95,13 +98,13 @@ class Checkpoints:
         self.latest_step, self._thread = step, thread
 
     def _partial(self, step: int) -> Path:
-        """The folder while it is written. On a bucket, which cannot rename, it has its name."""
+        """Returns the folder to write: on buckets, which cannot rename, the final one."""
         final = self.path(step)
         remote = storage.is_remote(final)
         return final if remote else final.with_name(digests.PARTIAL + final.name)
 
     def _finish(self, step: int, texts: dict[str, Json]) -> None:
-        """Waits for the arrays of all processes; process 0 completes the checkpoint."""
+        """Waits for the arrays of all processes; process 0 then completes the checkpoint."""
         try:
             self._writer.wait_until_finished()
             if jax.process_index() == 0:
@@ -115,15 +118,25 @@ class Checkpoints:
             self._error = self._explained(error)
 
     def _explained(self, error: Exception) -> UserError:
-        """Returns an error of writing in few words: orbax and tensorstore raise many lines."""
+        """Returns a one-line error, because messages of orbax and tensorstore have many lines."""
         if isinstance(error, UserError) and not isinstance(error, OSError):
             return error
         return StorageError(f'{self._folder}: cannot write a checkpoint: {format_error(error)}')
 
     def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
-        """(params, training, progress) of a step: as `like` and placed by `shardings`, and JSON.
+        """Restores a step.
 
-        Raises UserError with the names of arrays that were not saved so, and Damaged.
+        Args:
+          step: A step with a complete checkpoint.
+          like: Arrays or shapes of (params, training).
+          shardings: The sharding of each array in `like`.
+
+        Returns:
+          (params, training, progress), where `progress` are the JSON values that were saved.
+
+        Raises:
+          UserError: If a name, shape or type differs from the saved one; the message names it.
+          DamagedCheckpoint: If a file has changed since it was written.
         """
         params, training = abstract_arrays(like, shardings)
         targets = {'params': params, 'training': tree_names.named_leaves(training)}
@@ -141,17 +154,17 @@ class Checkpoints:
         return restored['params'], training, _read_json(self.path(step), PROGRESS)
 
     def check(self) -> None:
-        """Raises what went wrong in the background, if anything did."""
+        """Raises the error of the background thread, if there is any."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Returns when everything is on disk."""
+        """Waits until the last checkpoint is complete; raises errors of the background thread."""
         self._join()
         self.check()
 
     def close(self) -> None:
-        """Waits, and ends the threads."""
+        """Waits for the last checkpoint and stops the threads."""
         self._join()
         self._resources.close()
 
@@ -161,7 +174,7 @@ class Checkpoints:
 
 
 def _seal(partial: Path, final: Path, texts: dict[str, Json]) -> None:
-    """Completes a checkpoint and renames it to `final`, replacing a checkpoint there."""
+    """Writes JSON files and digests, and renames the folder; replaces a checkpoint at `final`."""
     for name, values in texts.items():
         write_json(partial / name, values)
     digests.write_digests(partial)
@@ -177,10 +190,10 @@ def _composite() -> ocp.CompositeCheckpointHandler:
 
 
 def _array_handler() -> ocp.PyTreeCheckpointHandler:
-    """Reads and writes the arrays of an item.
+    """Returns the orbax handler for the arrays of an item.
 
-    Devices that hold the same array each write a piece, if pieces have a megabyte: cutting smaller
-    ones takes longer than writing them whole, while training waits.
+    Replicas of an array each write a slice of at least 1 MiB. Training waits while arrays are
+    sliced, and slicing a smaller array takes longer than writing it whole.
     """
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
     kinds = (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
@@ -189,10 +202,13 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def quarantine_damaged(workdir: Path) -> list[str]:
-    """Moves damaged checkpoints away, from the newest back to the first sound one.
+    """Moves damaged checkpoints to checkpoints/damaged, until the newest one is undamaged.
 
-    Returns a line about each; they are then in checkpoints/damaged. Raises UserError if none is
-    sound, so that nothing is trained again without a word.
+    Returns:
+      A line about each checkpoint that was moved.
+
+    Raises:
+      UserError: If every checkpoint is damaged, so that a run does not silently start again.
     """
     lines: list[str] = []
     for step in digests.list_steps(workdir / FOLDER):
@@ -211,20 +227,21 @@ def quarantine_damaged(workdir: Path) -> list[str]:
 
 
 def checkpoint_folder(path: str) -> Path:
-    """Returns the folder of the checkpoint at a path: the path itself, or the newest of a run.
+    """Returns the path if it is a checkpoint, else the newest checkpoint of a work directory.
 
-    Raises MissingFile if there is none.
+    Raises:
+      MissingFile: If there is no complete checkpoint.
     """
-    given = storage.resolve_folder(path)
-    of_run = [f / str(step) for f in (given / FOLDER, given) for step in digests.list_steps(f)]
-    for folder in [given, *of_run]:
+    root = storage.resolve_folder(path)
+    of_run = [f / str(step) for f in (root / FOLDER, root) for step in digests.list_steps(f)]
+    for folder in [root, *of_run]:
         if is_complete(folder):
             return folder
-    raise MissingFile(f'checkpoint {path}: no complete checkpoint, nor a work directory with one')
+    raise MissingFile(f'{path}: neither a complete checkpoint nor a work directory with one')
 
 
 def load_card(path: str) -> tuple[dict[str, Any], Path]:
-    """Returns the card, as JSON values, and the folder of the checkpoint at a path."""
+    """Returns the card as JSON values, and the folder of the checkpoint."""
     folder = checkpoint_folder(path)
     return _read_json(folder, CARD), folder
 
@@ -235,16 +252,17 @@ def _read_json(folder: Path, name: str) -> Json:
 
 
 def count_params(folder: Path) -> int:
-    """Counts the parameters of a checkpoint, head included; no array is read."""
+    """Counts the parameters of a checkpoint, including the head, without reading arrays."""
     with _readable(folder) as plain:
         structure = _array_handler().metadata(plain / 'params').tree
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(structure))
 
 
 def load_params(path: str) -> Params:
-    """Returns the parameters of the checkpoint at a path, float32, in host memory.
+    """Loads the parameters of the checkpoint at a path as float32 into host memory.
 
-    Raises Damaged if its files are not as they were written.
+    Raises:
+      DamagedCheckpoint: If a file has changed since it was written.
     """
     folder, reader = checkpoint_folder(path), _array_handler()
     digests.verify_digests(folder)
@@ -258,28 +276,30 @@ def load_params(path: str) -> Params:
 
 @contextlib.contextmanager
 def _readable(folder: Path) -> Iterator[Any]:
-    """Yields the folder of a checkpoint as orbax can name it, to read it."""
+    """Yields the folder under a name that orbax accepts, and converts errors of reading."""
     try:
         with storage.orbax_safe_path(folder) as plain:
             yield plain
     except UserError:
         raise
-    except Exception as error:  # orbax and tensorstore raise many kinds for damaged files
+    except Exception as error:  # orbax and tensorstore raise many types for damaged files
         digests.verify_digests(folder)
         raise StorageError(f'checkpoint {folder}: cannot be read: {format_error(error)}') from error
 
 
 def save_alone(folder: Path, params: Params, card: Json) -> None:
-    """Writes a checkpoint outside of a run: parameters and card.
+    """Writes parameters and card as a checkpoint that belongs to no run.
 
-    Another checkpoint there stays until this one is complete. Raises UserError if the path holds
-    anything except a checkpoint or an empty folder.
+    An existing checkpoint is replaced once the new one is complete.
+
+    Raises:
+      UserError: If the path holds anything except a checkpoint or an empty folder.
     """
     final = folder.absolute()
     if final.is_dir() and not any(final.iterdir()):
         final.rmdir()
     is_free = is_complete(final) or not final.exists()
-    require(is_free, f'{folder}: is no checkpoint of vit_jax; remove it first')
+    require(is_free, f'{folder}: not a vit_jax checkpoint; remove it or choose another path')
     make_folder(final.parent)
     partial = final.with_name(digests.PARTIAL + uuid.uuid4().hex)
     arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))

@@ -1,4 +1,4 @@
-"""A model that starts from another one's parameters: other images, another head."""
+"""Starts a model from pre-trained parameters, for other images, patches, channels or classes."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from vit_jax.models.masked_patches import MASKED
 
 
 class Transferred(NamedTuple):
-    """Parameters of the new model, and a line about each change."""
+    """Parameters of the new model, and one line for each change."""
 
     params: Params
     report: list[str]
@@ -31,39 +31,39 @@ def transfer(
     fresh: Params,
     class_names: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Transferred:
-    """Returns the parameters of the model `old` for the model `new`.
+    """Initializes a model from a pre-trained one (ViT paper, section 3.2).
 
-    The body is adapted to the new images (see `adapt`). The head is the new model's; classes of the
-    same name keep their column of a linear head. A tanh layer before the head is dropped if the new
-    model has none (section 3.2). A mask token and a head of patches are kept only if both models
-    have them.
+    The body is adapted to the new images (see `adapt`). The head comes from `fresh`, but classes
+    with the same name in both models keep their column of a linear head. A tanh layer before the
+    head is dropped if the new model has none. The mask token and the head that predicts patches are
+    kept only if both models have them.
 
     Args:
       params: Parameters of `old`.
       old: The pre-trained model.
       new: The model to train.
       fresh: Initial parameters of `new`.
-      class_names: The names of the old and of the new classes.
+      class_names: The class names of `old` and of `new`.
 
     Raises:
-      UserError: If an array does not fit; the message names it.
+      UserError: If an array does not fit the new model; the message names it.
     """
-    found, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
+    named, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
-    tanh = [n for n in found if n.startswith('pre_logits/') and n not in expected]
-    one, two = ({(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (found, expected))
+    tanh = [n for n in named if n.startswith('pre_logits/') and n not in expected]
+    one, two = ({(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (named, expected))
     masked = {name for name, _ in one ^ two if name.startswith(f'{MASKED}/')}
     dropped = {*head_params(params), *tanh, *masked}
-    body = {name: leaf for name, leaf in found.items() if name not in dropped}
-    body, report = adapt(body, old=old, new=new)  # a dictionary by whole names is a tree too
-    wanted = {name: leaf for name, leaf in expected.items() if name not in {*head, *masked}}
-    tree_names.compare_leaves(body, wanted, where='start_from')
+    body = {name: leaf for name, leaf in named.items() if name not in dropped}
+    body, report = adapt(body, old=old, new=new)  # a flat dictionary is a pytree too
+    target = {name: leaf for name, leaf in expected.items() if name not in {*head, *masked}}
+    tree_names.compare_leaves(body, target, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
-    report.insert(0, f'{len(body)} of {len(wanted)} parameter arrays loaded, {numbers:,} numbers')
+    report.insert(0, f'{len(body)} of {len(target)} parameter arrays loaded, {numbers:,} numbers')
     if head:
         linear = old.head == new.head == 'linear' and not tanh
         names = class_names if class_names and linear else ((), ())
-        kept, line = _keep_known_classes(found, head, *names)
+        kept, line = _keep_known_classes(named, head, *names)
         to_zero = ' to zero' if new.head == 'linear' else ''
         report.append(line or f'head: reset{to_zero}, for {new.num_classes} classes')
         body |= kept
@@ -71,17 +71,17 @@ def transfer(
         report.append('pre_logits: dropped with the pre-trained head')
     if masked:
         what = 'reset' if masked & expected.keys() else 'dropped'
-        report.append(f'mask token and head of patches: {what} ({", ".join(sorted(masked))})')
+        report.append(f'mask token and patch head: {what} ({", ".join(sorted(masked))})')
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
 
 
 def _keep_known_classes(
     found: Params, fresh: Params, old: Sequence[str], new: Sequence[str]
 ) -> tuple[Params, str | None]:
-    """Returns the linear head in which classes of the same name keep their columns, and a report.
+    """Returns a linear head whose classes keep their old columns by name, and a report line.
 
-    The head is empty unless the old network knows at least half of the new classes: a few equal
-    names may be chance, and a head that is mostly new is better entirely new.
+    The head is empty unless the old model has at least half of the new classes. A few equal names
+    may be a coincidence, and a mostly new head is better reset entirely.
     """
     columns, same = {name: column for column, name in enumerate(old)}, match_names(new, old)
     sources = {column: columns[same[name]] for column, name in enumerate(new) if name in same}
@@ -92,12 +92,12 @@ def _keep_known_classes(
         return {}, None
     count = f'{len(sources)} of {len(new)} classes'
     if 2 * len(sources) < len(new):
-        return {}, f'head: reset to zero; only {count} are known by name'
+        return {}, f'head: reset to zero; the pre-trained head has only {count} by name'
     target, source = np.array([*sources]), [*sources.values()]
     kept = {
         name: jnp.asarray(leaf).at[..., target].set(np.asarray(found[name])[..., source])
         for name, leaf in fresh.items()
-        if not isinstance(leaf, jax.ShapeDtypeStruct)  # then names and shapes are enough
+        if not isinstance(leaf, jax.ShapeDtypeStruct)  # abstract parameters have no values to set
     }
     others = [repr(name) for name in new if name not in same]
     listed = ', '.join(others if len(others) <= 5 else [*others[:5], '...'])
@@ -105,11 +105,13 @@ def _keep_known_classes(
 
 
 def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
-    """Adapts a model to images of another size, patch size or number of channels.
+    """Adapts parameters to another image size, patch size or number of channels.
 
-    Position embeddings are resized to the new grid, the patch projection to the new patches (the
-    pseudo-inverse of FlexiViT), and its channels are summed or repeated. Raises UserError for
-    relative positions, which fit one grid.
+    Position embeddings are resized to the new grid. The patch projection is resized to the new
+    patch size (FlexiViT, section 3.4), and its channels are summed or repeated.
+
+    Raises:
+      UserError: If relative positions would have to be resized, as they fit only one grid.
     """
     named, report = tree_names.named_leaves(params), []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
@@ -134,17 +136,17 @@ def _change(old: tuple[int, int], new: tuple[int, int]) -> str:
 
 
 def adapt_and_replace_head(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
-    """Adapts a model to other images and replaces or removes its head."""
+    """Adapts a model to other images, and replaces or removes its head if `num_classes` differs."""
     if new.num_classes == old.num_classes:
         return adapt(params, old=old, new=new)
-    # Only the head is taken from `fresh`: without one, names and shapes are enough.
+    # Only the head is taken from `fresh`; without a head, names and shapes are enough.
     is_needed = new.num_classes is not None
     fresh = jax.jit(build(new).init)(jax.random.key(0)) if is_needed else abstract_params(new)
     return transfer(params, old=old, new=new, fresh=jax.device_get(fresh))
 
 
 def remove_head(config: ModelConfig) -> ModelConfig:
-    """Returns the model without any head: its outputs are the features."""
+    """Returns the model without a head; its outputs are the features."""
     changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
     if isinstance(config, ViTConfig):
         changes['patch_outputs'] = None
@@ -152,7 +154,7 @@ def remove_head(config: ModelConfig) -> ModelConfig:
 
 
 def with_linear_head(config: ModelConfig, *, num_classes: int | None) -> ModelConfig:
-    """Returns the model to fine-tune: its head is a single linear layer (section 3.2)."""
+    """Returns the model to fine-tune, with a single linear layer as head (section 3.2)."""
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
     if isinstance(config, ViTConfig):
         changes |= {'representation_size': None, 'patch_outputs': None}
@@ -160,12 +162,12 @@ def with_linear_head(config: ModelConfig, *, num_classes: int | None) -> ModelCo
 
 
 def head_params(params: Params) -> dict[str, Any]:
-    """Returns the parameters of the head by their full names; none for a model without a head."""
+    """Returns the parameters of the head by their full names; empty if there is no head."""
     named = tree_names.named_leaves(params)
     return {name: leaf for name, leaf in named.items() if name.startswith('head/')}
 
 
 def has_trained_head(params: Params) -> bool:
-    """Whether there is a head without a matrix of zeros, which would predict nothing."""
+    """Returns whether there is a head and none of its matrices is all zeros."""
     head = head_params(params).values()
     return bool(head) and all(np.any(leaf) for leaf in head if leaf.ndim > 1)

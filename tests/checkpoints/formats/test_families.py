@@ -130,7 +130,7 @@ def test_images_have_the_size_that_the_processor_of_the_checkpoint_makes():
     path, io = reference.family('dinov2_hf'), reference.family_io('dinov2_hf', '28x28')
     network = vit_jax.load(path)
     assert network == vit_jax.load(path, image_size=28) and network.config.image_size == (28, 28)
-    assert any('28x28, as its own processor makes them' in line for line in network.report)
+    assert any('image size 28x28, from the description' in line for line in network.report)
     np.testing.assert_allclose(network.features(io['images']), io['features'], rtol=0, atol=2e-5)
     assert network.preprocess(np.zeros((40, 50, 3), np.uint8)).shape == (28, 28, 3)
 

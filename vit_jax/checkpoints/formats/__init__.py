@@ -1,1 +1,1 @@
-"""Checkpoints of other systems: one file for each format."""
+"""Reads and writes the checkpoint formats of other libraries, one module for each format."""

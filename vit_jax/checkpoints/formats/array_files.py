@@ -1,7 +1,7 @@
-"""Files that other systems write: arrays, found by name and read one at a time, and JSON objects.
+"""Reads npz, safetensors and PyTorch files array by array, and the JSON files next to them.
 
-Nothing in a file is executed. An npz member and a PyTorch file carry checksums, which are compared;
-a safetensors file does not.
+No code in a file is executed. The checksums of npz and PyTorch files are verified; safetensors
+files have none.
 """
 
 import contextlib
@@ -21,22 +21,23 @@ import numpy as np
 from vit_jax.base import MissingFile, Record, UserError, atomic_write, records, require
 
 R = TypeVar('R', bound=Record)
-# Endings of files of weights.
+# File endings of weights.
 ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt', '.ckpt', '.tar'
 # The JSON files next to weights in a folder of transformers, timm or OpenCLIP.
 DESCRIPTIONS: tuple[str, ...] = 'config.json', 'open_clip_config.json'
 DESCRIPTIONS += 'preprocessor_config.json', 'processor_config.json'
-# The weights of such a folder are in the first of these files that exists, or in its shards.
+# The first of these files that exists, or its shards, contains the weights of such a folder.
 WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin'
-INDEX = '.index.json'  # added to the name of a file of weights that is split into shards
+INDEX = '.index.json'  # suffix of the index of a file of weights that is split into shards
 _TYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}
 
 
 class LazyArray(NamedTuple):
-    """An array in a file, with its type there.
+    """Shape, stored type and reader of an array in a file.
 
-    `read` returns it as float32. It raises UserError if the array is not finite or of a type that
-    float32 does not hold, and other errors if the file is damaged: call it within `error_prefix`.
+    `read` returns the array as float32. It raises UserError if the array is not finite or has a
+    type that float32 cannot represent, and other errors if the file is damaged; call it within
+    `error_prefix`.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class LazyArray(NamedTuple):
 
 
 class JsonObject(dict[str, Any]):
-    """A JSON object and its place, such as `config.json.model_args`, which errors name."""
+    """A JSON object, and its location for errors, such as `config.json.model_args`."""
 
     def __init__(self, values: Any, where: str) -> None:
         require(isinstance(values, dict), f'{where}={values!r}: expected a JSON object')
@@ -53,31 +54,34 @@ class JsonObject(dict[str, Any]):
         self.where = where
 
     def part(self, name: str) -> 'JsonObject':
-        """Returns the JSON object under a name; an empty one if it is absent or null."""
+        """Returns the JSON object under a key; an empty one if it is absent or null."""
         values = self.get(name)
         return JsonObject({} if values is None else values, f'{self.where}.{name}')
 
     def expect(self, values: Mapping[str, Any]) -> None:
-        """Raises UserError unless each of these keys has this value, is null, or is absent."""
+        """Raises UserError unless every key in `values` has its value, is null or is absent."""
         for name, only in values.items():
             value = only if self.get(name) is None else self[name]
-            wrong = f'{self.where}.{name}={value!r} is not supported: expected {only!r}'
+            wrong = f'{self.where}.{name}={value!r} is not supported; expected {only!r}'
             require(value == only, wrong)
 
     def record(self, cls: type[R], *, ignored: str, defaults: Mapping[str, Any] = {}) -> R:
-        """Returns the record of the fields that `cls` has.
+        """Parses the object as a record.
 
-        A key that is absent or null has the value in `defaults`, or the default of the field.
+        Args:
+          cls: The type of the record.
+          ignored: Regular expression of keys that need not be fields.
+          defaults: Values for absent and null keys; else the defaults of the fields.
 
         Raises:
-          UserError: That names the key: a value that the record rejects, or a key that is neither a
-            field nor matches the regular expression `ignored`.
+          UserError: If a value is invalid, or a key is not a field and not ignored; the message
+            names the key.
         """
         stated = {name: value for name, value in self.items() if value is not None}
         for name in sorted({*stated} - {*records.field_types(cls)}):
-            unknown = f'{self.where}.{name}={stated[name]!r:.80} is not supported'
-            known = re.fullmatch(ignored, name) is not None
-            require(known, f'{unknown}; remove it if it does not change the outputs of the model')
+            wrong = f'{self.where}.{name}={stated[name]!r:.80} is not supported'
+            is_ignored = re.fullmatch(ignored, name) is not None
+            require(is_ignored, f'{wrong}; remove it if it does not change the model')
         values = {**defaults, **stated}
         fields = {name: values[name] for name in records.field_types(cls) if name in values}
         return records.from_dict(cls, fields, where=self.where)
@@ -87,21 +91,22 @@ class FileContents(NamedTuple):
     """The arrays of a checkpoint by name, and everything that describes them."""
 
     arrays: Mapping[str, LazyArray]
-    metadata: Mapping[str, str] = {}  # text in the header of a safetensors file
-    descriptions: Mapping[str, JsonObject] = {}  # DESCRIPTIONS next to the arrays
-    key: str = ''  # the part of the arrays that `FILE:KEY` names, unless it is taken out already
-    ignored: tuple[str, ...] = ()  # names of arrays that were left out
-    remarks: tuple[str, ...] = ()  # why others were left out
+    metadata: Mapping[str, str] = {}  # from the header of a safetensors file
+    descriptions: Mapping[str, JsonObject] = {}  # contents of DESCRIPTIONS, by file name
+    key: str = ''  # KEY of `FILE:KEY`; empty after the selection of its arrays
+    ignored: tuple[str, ...] = ()  # names of arrays that do not belong to the selected model
+    remarks: tuple[str, ...] = ()  # lines for the report about the selection
 
     def description(self, name: str) -> JsonObject:
-        """Returns the JSON object of this file; an empty one if there is no such file."""
+        """Returns the contents of a JSON file; an empty object if there is no such file."""
         return self.descriptions.get(name, JsonObject({}, name))
 
 
 def read_array_file(path: pathlib.Path) -> FileContents:
-    """Opens an npz, safetensors or PyTorch file, told apart by content, not by name.
+    """Opens an npz, safetensors or PyTorch file; detects the type from the content.
 
-    Raises UserError, in one sentence that begins with the path, for any other file.
+    Raises:
+      UserError: If the file has another type or is damaged; the message starts with the path.
     """
     with error_prefix(path):
         with path.open('rb') as file:
@@ -110,27 +115,27 @@ def read_array_file(path: pathlib.Path) -> FileContents:
             with zipfile.ZipFile(path) as archive:
                 is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
                 damaged = archive.testzip() if is_torch else None  # torch compares no checksums
-            require(damaged is None, f'{damaged} is damaged: its checksum is not the stored one')
+            require(damaged is None, f'{damaged}: damaged, as its checksum differs')
             return FileContents(_torch(path) if is_torch else _npz(path))
         if start[8:9] == b'{':
             return _safetensors(path)
-        if start[:1] == b'\x80':  # a pickle, as PyTorch wrote it before 1.6
+        if start[:1] == b'\x80':  # a pickle, the file format of PyTorch before 1.6
             return FileContents(_torch(path))
         lfs = '; run `git lfs pull`' if start.startswith(b'version ') else ''
-        raise UserError(f'begins with {start[:8]!r}; expected npz, safetensors or PyTorch{lfs}')
+        raise UserError(f'starts with {start[:8]!r}; expected npz, safetensors or PyTorch{lfs}')
 
 
 def read_json(path: pathlib.Path) -> JsonObject:
-    """Reads a JSON file. Raises UserError that begins with the path."""
+    """Reads a JSON object. Raises UserError with a message that starts with the path."""
     with error_prefix(path):
         return JsonObject(json.loads(path.read_text()), path.name)
 
 
 def read_descriptions(folder: pathlib.Path) -> dict[str, JsonObject]:
-    """Reads the descriptions in a folder, by name."""
-    # A link to nowhere is an error: a cache that was copied without its files has such links.
-    there = [name for name in DESCRIPTIONS if os.path.lexists(folder / name)]
-    return {name: read_json(folder / name) for name in there}
+    """Reads the files of DESCRIPTIONS that a folder contains, by name."""
+    # A broken link is an error: a cache that was copied without its blobs contains such links.
+    names = [name for name in DESCRIPTIONS if os.path.lexists(folder / name)]
+    return {name: read_json(folder / name) for name in names}
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -153,16 +158,16 @@ def write_safetensors(
 
 @contextlib.contextmanager
 def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
-    """Turns every error into a UserError of one line that begins with the path.
+    """Converts every error into a UserError with one line that starts with the path.
 
-    Not to be nested: the path would be there twice.
+    Must not be nested, or the message has the path twice.
     """
     try:
         yield
     except FileNotFoundError as error:
-        remote = 'a remote name begins with hf:, augreg:, vit:, https:// or gs://'
+        remote = 'remote names start with hf:, augreg:, vit:, https:// or gs://'
         raise MissingFile(f'{path}: no such file or folder; {remote}') from error
-    except Exception as error:  # zipfile, numpy, safetensors and torch raise many kinds
+    except Exception as error:  # zipfile, numpy, safetensors and torch raise many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = type(error) if isinstance(error, UserError) else UserError
         raise kind(f'{path}: {lines[0][:300]}') from error
@@ -171,7 +176,7 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
 def _npz(path: pathlib.Path) -> dict[str, LazyArray]:
     archive = zipfile.ZipFile(path)
 
-    def read(member: str) -> np.ndarray:  # all of it, so that zipfile compares the checksum
+    def read(member: str) -> np.ndarray:  # whole members, so that zipfile compares the checksum
         array: np.ndarray = np.load(io.BytesIO(archive.read(member)), allow_pickle=False)
         return array
 
@@ -179,7 +184,7 @@ def _npz(path: pathlib.Path) -> dict[str, LazyArray]:
     for member in archive.namelist():
         name = member.removesuffix('.npy')
         with archive.open(member) as file:
-            np.lib.format.read_magic(file)  # version 1.0, unless an array has named fields
+            np.lib.format.read_magic(file)  # version 1.0, except for arrays with named fields
             shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         arrays[name] = _lazy(name, shape, dtype, functools.partial(read, member))
     return arrays
@@ -203,12 +208,12 @@ def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
 
     try:
         loaded = torch.load(path, map_location='cpu', weights_only=True)
-    except Exception as error:  # of many kinds
+    except Exception as error:  # torch raises many types
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         saved = "torch.save(torch.load('FILE', weights_only=False)['state_dict'], 'weights.pth')"
         raise UserError(
             f'{held[1] if held else type(error).__name__}: only tensors are unpickled; '
-            f'if you trust the file: python -c "import torch; {saved}"'
+            f'if you trust the file, convert it: python -c "import torch; {saved}"'
         ) from error
     arrays = {}
     for name, tensor in _flatten(loaded, torch.Tensor):
@@ -219,7 +224,7 @@ def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
 
 
 def _flatten(value: Any, leaf: type, *keys: str) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested dictionaries, each with its keys, joined with dots."""
+    """Yields the leaves of nested dictionaries by their keys, joined with dots."""
     if isinstance(value, leaf):
         yield '.'.join(keys), value
     elif isinstance(value, Mapping):
@@ -230,13 +235,13 @@ def _flatten(value: Any, leaf: type, *keys: str) -> Iterator[tuple[str, Any]]:
 def _lazy(
     name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], np.ndarray]
 ) -> LazyArray:
-    """Returns the array that is read as float32 and checked to be finite."""
-    if dtype == 'V2':  # numpy files store bfloat16 as two bytes without a meaning
+    """Wraps `read` so that it returns finite float32 values or raises UserError."""
+    if dtype == 'V2':  # numpy stores bfloat16 as two bytes of void type
         dtype = np.dtype(ml_dtypes.bfloat16)
 
     def checked() -> np.ndarray:
-        known = 'float32', 'float16', 'bfloat16'
-        require(dtype.name in known, f'{name}: got {dtype.name}; expected {", ".join(known)}')
+        types = 'float32', 'float16', 'bfloat16'
+        require(dtype.name in types, f'{name}: got {dtype.name}; expected {", ".join(types)}')
         array = read()
         array = array.view(dtype) if array.dtype.kind == 'V' else array
         values = array.astype(np.float32)

@@ -1,7 +1,7 @@
-"""The npz layouts of google-research: vision_transformer, and big_vision.
+"""Reads and writes the npz files of Google's vision_transformer and big_vision.
 
-They name arrays as Flax modules do and differ in the version of those names, in what stands in
-front of them, and in where positions are. One name map serves both.
+Both use names of Flax modules. They differ in the version of these names, in their prefix, and in
+the place of position embeddings. One name map serves both.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from vit_jax.data.image_preprocessing import Preprocessing, Resize
 from vit_jax.models import ModelConfig, Pool, ResNetConfig, ViTConfig
 
 _POSITIONS = tuple(f'{p}pos_embedding' for p in ('', 'Transformer/posembed_input/', 'Transformer/'))
-# Squeezed to the size, the camera's rotation ignored, values from -1 to 1.
+# Images are resized without regard to aspect ratio and EXIF rotation, and scaled to -1..1.
 PREPROCESSING = Preprocessing(crop=Resize(), exif_rotation=False)
 HINTS = Hints(gelu='tanh', layer_norm_epsilon=1e-6)
 _ROOT = 'conv_root/kernel'
 # The first kernel of a model, unless it is a BiT.
 _PATCHES = re.compile(r'(?!.*root_block/)((?:.*/)?)(?:embedding|conv_root)/kernel')
-_GOOGLE = {_POSITIONS[1], _ROOT}  # names in the files of vision_transformer alone
+_GOOGLE = {_POSITIONS[1], _ROOT}  # names that only vision_transformer's files contain
 _UNIT = 'block{stage}/unit{unit}'
-# The modules of a block, by whether they are numbered through: attention, second norm, MLP.
+# Attention, second norm and MLP of a block, by `Layout.before_linen`.
 _MODULES = {
     True: ('MultiHeadDotProductAttention_1', 'LayerNorm_2', 'MlpBlock_3'),
     False: ('MultiHeadDotProductAttention_0', 'LayerNorm_1', 'MlpBlock_0'),
@@ -37,13 +37,13 @@ _MODULES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(base.Layout):
-    """How these files differ among themselves. The defaults are those of vision_transformer."""
+    """Variant of these files. The defaults are correct for vision_transformer."""
 
     stacked: bool = False  # one array for all blocks
-    before_linen: bool = True  # modules of a block are numbered through: MlpBlock_3
-    positions: str = _POSITIONS[1]
-    group_norm_4d: bool = True  # (1, 1, 1, c)
-    map_head: bool = False  # there may be attention pooling
+    before_linen: bool = True  # submodules are numbered consecutively over all types: MlpBlock_3
+    positions: str = _POSITIONS[1]  # name of the position embeddings
+    group_norm_4d: bool = True  # scale and bias of group norms have shape (1, 1, 1, c)
+    map_head: bool = False  # attention pooling is supported
 
 
 GOOGLE_LAYOUT = Layout()
@@ -95,7 +95,7 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
 
 
 def as_published(card: Card) -> Card:
-    """Returns the card that the original file has, for a model that others converted."""
+    """Returns the card of the original file for a copy that another library converted."""
     assert isinstance(card.model, ViTConfig)  # no ResNet has a published name
     model = dataclasses.replace(card.model, position_resize='bilinear')
     return dataclasses.replace(card, model=model, preprocessing=PREPROCESSING, class_names=())
@@ -108,11 +108,11 @@ def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
     elif config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
         read['grid'] = None
     lost = [f'{n}={getattr(config, n)!r}' for n, v in read.items() if getattr(config, n) != v]
-    return [f'npz files do not say it: load this one with {", ".join(lost)}'] if lost else []
+    return [f'npz stores no settings: load this one with {", ".join(lost)}'] if lost else []
 
 
 def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
-    # The parameters are under one of these; other arrays there belong to the training.
+    # The first prefix that occurs contains the parameters; other arrays belong to the training.
     roots = 'params/', 'opt/target/', ''
     root = next(r for r in roots if any(name.startswith(r) for name in contents.arrays))
     matches = (_PATCHES.fullmatch(name) for name in contents.arrays if name.startswith(root))
@@ -143,7 +143,7 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
     pool: Pool = 'cls' if 'cls' in arrays else 'gap'
     pool = 'map' if 'MAPHead_0/probe' in arrays else pool
     table = next((name for name in _POSITIONS if name in arrays), None)
-    # Only big_vision has models without a table.
+    # Only big_vision has models without a position table.
     require(table is not None or not before_linen, f'the array {_POSITIONS[1]} is missing')
     config, row = inference.infer_config(
         arrays,

@@ -1,8 +1,8 @@
-"""The layout of Hugging Face's transformers: a directory of `config.json` and weights.
+"""Reads and writes models of Hugging Face transformers: directories of `config.json` and weights.
 
-`config.json` describes the model; a key that it leaves out has the default of its model_type. The
-arrays say only which optional parts there are: a head, a tanh layer before it. Without config.json
-the names of the arrays tell the model_type, and their shapes the sizes.
+`config.json` describes the model; absent keys have the defaults of the model_type. The arrays show
+only which optional parts exist: a head, and a tanh layer before it. Without config.json, the names
+of the arrays determine the model_type, and their shapes the sizes.
 """
 
 import dataclasses
@@ -21,32 +21,33 @@ from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRul
 from vit_jax.models import Gelu, Pool, ViTConfig, abstract_params
 
 _PATCHES = re.compile(r'(.*?)embeddings\.patch_embeddings?(\.projection)?\.weight')
-# Arrays that a model may not use: of masked pre-training, of the text tower, of a pooling.
+# Arrays that a model may not use: for masked pre-training, the text tower or attention pooling.
 _IGNORED = (
     r'(.*\.)?embeddings\.mask_token|decoder\..*|.*\.position_ids|text_(model|projection)\..*'
     r'|logit_(scale|bias)|(vision_model\.)?head\.(probe|(attention|layernorm|mlp)\..*)'
 )
-# By hidden_act. SiLU is the activation of a SwiGLU.
-_GELUS: dict[str, Gelu | None] = {'gelu_python': 'exact', 'swish': None}  # older names, as the next
+# By hidden_act; None: SwiGLU, whose activation is SiLU. Older names come first, because the last
+# name of each value is written.
+_GELUS: dict[str, Gelu | None] = {'gelu_python': 'exact', 'swish': None}
 _GELUS |= dict.fromkeys(('gelu_new', 'gelu_fast', 'gelu_accurate', 'gelu_python_tanh'), 'tanh')
 _GELUS |= {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick', 'silu': None}
-# The loss of the training, by problem_type.
+# The training loss, by problem_type.
 _LOSSES = {
     'single_label_classification': 'softmax',
     'multi_label_classification': 'sigmoid',
     'regression': 'regression',
 }
-# Keys that other models use, with the only value that is supported.
+# Keys with the only value that is supported.
 _ONLY = {'rope_theta': 100.0, 'pooler_act': 'tanh', 'proj_bias': True, 'mlp_bias': True}
-# Keys without effect on the features of images: of the training, of masked pre-training, of another
-# tower, of transformers' backbones, what the arrays show, and keys that `_parse` compares.
+# Keys that do not change image features: of training, of masked pre-training, of other towers, of
+# transformers' backbone classes, of parts that the arrays show, and keys that `_parse` checks.
 _NO_EFFECT = (
     rf'{base.NO_EFFECT}|{"|".join(_ONLY)}|(text|vision)_config(_dict)?|rope_parameters'
     r'|\w*dropout\w*|drop_path_rate|pos_embed_(jitter|rescale|shift)|decoder_\w+|mask_ratio'
     r'|norm_pix_loss|use_(mask_token|gated_mlp)|encoder_stride|layerscale_value|apply_layernorm'
     r'|logit_scale_init_value|reshape_\w+|out_\w+|stage_names|projection_dim|pooler_output_size'
 )
-# Keys and the fields of `ViTConfig` with the same value.
+# Keys that have the same values as fields of `ViTConfig`.
 _FIELDS = {
     'image_size': 'image_size',
     'patch_size': 'patch_size',
@@ -63,7 +64,7 @@ _TRANSFORMS |= {'embeddings.position_embedding.weight': NO_BATCH}
 _QKV = 'query', 'key', 'value'
 _BLOCK = 'encoder/block'
 _BIASES = {f'{name}_bias': f'{_BLOCK}/attention/{name}/bias' for name in _QKV}
-# Names of modules and arrays in files of models such as ViT, by our names.
+# Names of modules and arrays in files of most families, by our names.
 _NAMES = {
     'embedding': 'embeddings.patch_embeddings.projection',
     'cls': 'embeddings.cls_token',
@@ -94,7 +95,7 @@ _NAMES = {
 
 
 def _attention(letters: str, out: str) -> dict[str, str]:
-    """Returns names such as q_proj from a pattern such as {}_proj."""
+    """Returns names of the attention's modules; `letters` is a pattern for q, k and v: {}_proj."""
     names = {f'{_BLOCK}/attention/{n}': f'{{block}}.{letters.format(n[0])}' for n in _QKV}
     return names | {f'{_BLOCK}/attention/out': f'{{block}}.{out}'}
 
@@ -103,13 +104,13 @@ _MLP = {f'{_BLOCK}/mlp/dense1': '{block}.mlp.fc1', f'{_BLOCK}/mlp/dense2': '{blo
 
 
 class Family(NamedTuple):
-    """The models of one model_type."""
+    """Names and defaults of one model_type."""
 
-    prefix: str  # in front of all names but the head's, in a model with a head
-    block: str = 'encoder.layer.{layer0}'  # {layer0} is its number
+    prefix: str  # of all names except the head's, in a model with a head
+    block: str = 'encoder.layer.{layer0}'  # name of block {layer0}
     class_tokens: int = 1
-    defaults: dict[str, Any] = {}  # of a config.json, if they differ from the defaults of `Config`
-    names: dict[str, str] = {}  # that differ from _NAMES
+    defaults: dict[str, Any] = {}  # defaults of config.json that differ from those in `Config`
+    names: dict[str, str] = {}  # entries that differ from _NAMES
 
 
 _DINOV2 = Family(
@@ -165,12 +166,13 @@ _FAMILIES = {  # by model_type
     ),
 }
 PREFIXES = {family.prefix for family in _FAMILIES.values()} - {''}
-_TOWERS = {'clip': 'clip_vision_model', 'siglip': 'siglip_vision_model'}  # of two towers
+# The image tower of models with two towers.
+_TOWERS = {'clip': 'clip_vision_model', 'siglip': 'siglip_vision_model'}
 
 
 @dataclasses.dataclass
 class Config(Record):
-    """The keys of a config.json, or its vision_config, that decide what is computed."""
+    """Keys of config.json, or of its vision_config, that change the model."""
 
     image_size: tuple[int, int] = (224, 224)
     patch_size: tuple[int, int] = (16, 16)
@@ -179,24 +181,24 @@ class Config(Record):
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     intermediate_size: int = 3072
-    mlp_ratio: float = 4.0  # of DINOv2
+    mlp_ratio: float = 4.0  # only DINOv2
     num_register_tokens: int = 0
     hidden_act: str = 'gelu'  # a key of _GELUS
     layer_norm_eps: float = 1e-12
     qkv_bias: bool = True
-    query_bias: bool = True  # these three of DINOv3
-    key_bias: bool = True
-    value_bias: bool = True
-    use_swiglu_ffn: bool = False  # of DINOv2
-    vision_use_head: bool = True  # of SigLIP
+    query_bias: bool = True  # only DINOv3
+    key_bias: bool = True  # only DINOv3
+    value_bias: bool = True  # only DINOv3
+    use_swiglu_ffn: bool = False  # only DINOv2
+    vision_use_head: bool = True  # only SigLIP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(base.Layout):
-    """How these files differ."""
+    """Variant of these files."""
 
     family: str = 'vit'  # a key of _FAMILIES
-    bare_blocks: bool = False  # no prefix in front of blocks, as transformers 5 writes ViTMSN
+    bare_blocks: bool = False  # names of blocks have no prefix, as in ViTMSN by transformers 5
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -205,7 +207,8 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     names = _NAMES | family.names
     joined = (f'pool/attention/{name}' for name in _QKV)
     rules = module(f'{prefix}head.attention.in_proj', *joined, separator='_')
-    if config.gelu is None and layout.family.startswith('dinov2'):  # gate and value are one matrix
+    # DINOv2 stores the gate and the value of a SwiGLU in one matrix.
+    if config.gelu is None and layout.family.startswith('dinov2'):
         names = {ours: theirs for ours, theirs in names.items() if '/mlp/' not in ours}
         weights = f'{prefix}{family.block}.mlp.weights'
         rules += module(f'{weights}_in', f'{_BLOCK}/mlp/gate', f'{_BLOCK}/mlp/dense1')
@@ -218,7 +221,7 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
 
 
 def _names_in_file(config: ViTConfig, layout: Layout) -> dict[str, str]:
-    """Returns the names in the file by our names, with {layer0} for the number of a block."""
+    """Returns the names in the file by our names; {layer0} is the number of a block."""
     return {ours: rule.theirs for rule in _rules(config, layout) for ours in rule.ours}
 
 
@@ -229,7 +232,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     model_type = str(described.get('model_type'))
     family = _TOWERS.get(model_type, model_type)
     types = ', '.join([*_FAMILIES, *_TOWERS])
-    wrong = f'config.json: model_type={model_type!r} is not supported: expected one of {types}'
+    wrong = f'config.json: model_type={model_type!r} is not supported; expected one of {types}'
     require(family in _FAMILIES, wrong)
     is_bare = prefix != '' and any(name.startswith('encoder.layer.') for name in arrays)
     layout = Layout(prefix=prefix, family=family, bare_blocks=is_bare)
@@ -238,7 +241,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     values.expect(_ONLY)
     values.part('rope_parameters').expect({'rope_theta': 100.0, 'rope_type': 'default'})
     fields = values.record(Config, ignored=_NO_EFFECT, defaults=_FAMILIES[family].defaults)
-    wrong = f'config.json.hidden_act={fields.hidden_act!r}: expected one of {", ".join(_GELUS)}'
+    wrong = f'config.json.hidden_act={fields.hidden_act!r}; expected one of {", ".join(_GELUS)}'
     require(fields.hidden_act in _GELUS, wrong)
     values.expect({'use_gated_mlp': _GELUS[fields.hidden_act] is None})  # of DINOv3
     config = _build_config(fields, layout, arrays, hints)
@@ -247,9 +250,10 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     zeros = [names[bias] for key, bias in _BIASES.items() if not has_bias[key]]
     zeros += [names['head/bias']] if family == 'clip_vision_model' else []
     processor = contents.description('processor_config.json').part('image_processor')
-    processor = processor or contents.description('preprocessor_config.json')  # as transformers
+    # transformers also prefers processor_config.json.
+    processor = processor or contents.description('preprocessor_config.json')
     preprocessing, size = huggingface_processor.parse(processor, family)
-    remarks = [] if stated else [f'no config.json: assumes the activation and epsilon of {family}']
+    remarks = [] if stated else [f'no config.json: assuming the activation and epsilon of {family}']
     preparation = f'images are prepared as is usual for {family}'
     remarks += [] if processor else [f'no preprocessor_config.json: {preparation}']
     projects = family == 'clip_vision_model' and config.num_classes is not None
@@ -266,7 +270,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 
 
 def _family_of(has: Callable[[str], bool]) -> str:
-    """Returns the model_type. `has` tests whether the model has a module or array of this name."""
+    """Returns the model_type; `has` returns whether a model has a module or array of this name."""
     is_dino = has(f'{_BLOCK}/attention_scale')
     kinds = {
         'clip_vision_model': has('pre_norm'),
@@ -282,11 +286,11 @@ def _family_of(has: Callable[[str], bool]) -> str:
 
 
 def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> JsonObject:
-    """Returns the config.json of a file without one, for the usual model of its family."""
+    """Infers a config.json for a file without one, with the defaults of its family."""
     joined = '\n'.join(arrays)
     family = _family_of(lambda ours: _NAMES.get(ours, ours).removeprefix('{block}') in joined)
     if family == 'clip_vision_model' and hints.gelu is None:
-        raise NeedsHint('no config.json: say gelu=quick, as OpenAI trained it, or gelu=exact')
+        raise NeedsHint('no config.json; set gelu=quick (OpenAI) or gelu=exact')
     layout, usual = Layout(prefix=prefix, family=family), Config(**_FAMILIES[family].defaults)
     defaults = Hints(gelu=_GELUS[usual.hidden_act], layer_norm_epsilon=usual.layer_norm_eps)
     gated: dict[str, Any] = {'gelu': None} if re.search(r'mlp\.(weights_in|gate)', joined) else {}
@@ -325,7 +329,7 @@ def _build_config(
         pool = 'cls_dist'
     gelu = None if fields.use_swiglu_ffn else _GELUS[fields.hidden_act]
     values: dict[str, Any] = {ours: getattr(fields, key) for key, ours in _FIELDS.items()}
-    if family.startswith('dinov2'):  # a SwiGLU has two thirds of the width
+    if family.startswith('dinov2'):  # a SwiGLU has 2/3 of the width, rounded up to a multiple of 8
         plain = int(fields.hidden_size * fields.mlp_ratio)
         values['mlp_dim'] = (int(plain * 2 / 3) + 7) // 8 * 8 if fields.use_swiglu_ffn else plain
     return ViTConfig(
@@ -351,12 +355,13 @@ def _class_names(described: JsonObject, count: int | None) -> tuple[str, ...]:
 
 
 def _usual_layout(config: ViTConfig) -> Layout:
-    """Returns the layout to write a model; reading it back shows whether it fits."""
+    """Returns the layout to write a model; `writing` checks that it is read back unchanged."""
     ours = tree_names.named_leaves(abstract_params(config))
     family = _family_of(lambda part: any(name.startswith(part) for name in ours))
     is_bare = config.num_classes is None and family not in _TOWERS.values()
     prefix = '' if is_bare else _FAMILIES[family].prefix
-    return Layout(prefix=prefix, family=family, zeros=('visual_projection.bias',))  # of CLIP
+    # CLIP's projection has no bias; other families have no such name.
+    return Layout(prefix=prefix, family=family, zeros=('visual_projection.bias',))
 
 
 def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, dict[str, Any]]:
@@ -364,7 +369,7 @@ def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, di
     values, count = _describe(config, layout), config.num_classes
     has_head = layout.family != 'dinov3_vit' and config.representation_size is None
     wrong = f'the huggingface format has no head for {layout.family}, or none after a tanh layer'
-    require(has_head or count is None, f'{wrong}; drop the head')
+    require(has_head or count is None, f'{wrong}; use num_classes=None or --drop_head')
     if count is not None and not card.projects:
         labels = card.class_names or [f'LABEL_{i}' for i in range(count)]
         values['id2label'] = {str(i): name for i, name in enumerate(labels)}
@@ -375,7 +380,7 @@ def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, di
 
 
 def _describe(config: ViTConfig, layout: Layout) -> dict[str, Any]:
-    """Returns all keys but a classifier's: a model_type ignores those that it does not have."""
+    """Returns the keys of config.json except the classes; model types ignore unknown keys."""
     gated, names = config.gelu is None, _names_in_file(config, layout)
     values = {key: getattr(config, ours) for key, ours in _FIELDS.items()}
     for key in 'image_size', 'patch_size':
@@ -387,16 +392,16 @@ def _describe(config: ViTConfig, layout: Layout) -> dict[str, Any]:
         'dtype': layout.dtype,
         'layer_norm_eps': config.layer_norm_epsilon,
         'hidden_act': {gelu: name for name, gelu in _GELUS.items()}[config.gelu],
-        # Of DINOv2, as are the next two.
+        # Only DINOv2 has the next three keys.
         'mlp_ratio': round(config.mlp_dim * (1.5 if gated else 1) / config.width),
         'use_swiglu_ffn': gated,
         'use_mask_token': False,
-        'use_gated_mlp': gated,  # of DINOv3, as are the biases
-        **has_bias,
+        'use_gated_mlp': gated,  # only DINOv3
+        **has_bias,  # only DINOv3
         'qkv_bias': any(has_bias.values()),
         'pooler_output_size': config.representation_size or config.width,
-        'projection_dim': config.num_classes or 512,  # of CLIP
-        'vision_use_head': config.pool == 'map',  # of SigLIP
+        'projection_dim': config.num_classes or 512,  # only CLIP
+        'vision_use_head': config.pool == 'map',  # only SigLIP
     }
 
 

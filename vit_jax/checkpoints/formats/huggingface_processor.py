@@ -1,4 +1,4 @@
-"""The preprocessor_config.json of transformers: how images are prepared, read and written."""
+"""Reads and writes the preprocessor_config.json of transformers."""
 
 import dataclasses
 import re
@@ -11,15 +11,15 @@ from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, R
 from vit_jax.models import ViTConfig
 
 Size = int | tuple[int, int] | dict[str, int]
-# By Pillow's numbers.
+# By Pillow's constants.
 _RESIZE_METHODS: dict[int, ResizeMethod] = {1: 'lanczos_antialias'}
 _RESIZE_METHODS |= {2: 'bilinear_antialias', 3: 'bicubic_antialias'}
 _IMAGENET = {'image_mean': IMAGENET[0], 'image_std': IMAGENET[1]}
 _CLIP = {'image_mean': CLIP[0], 'image_std': CLIP[1], 'resample': 3}
 _CLIP |= {'do_center_crop': True, 'default_to_square': False}
-# Keys without effect, as images are RGB, and keys that `parse` compares.
+# Keys without effect on RGB images, and keys that `parse` checks separately.
 _NO_EFFECT = r'_.*|\w+_(type|class|format|grouping)|device|do_(convert_rgb|resize|pad)|pad_size'
-# What the classes do by default: XImageProcessor.
+# Default values of the classes XImageProcessor, by X.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     'ViT': {'resample': 2},
     'Siglip': {'resample': 3},
@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     'DINOv3ViT': _IMAGENET,
     'CLIP': _CLIP,
     'Bit': _CLIP,
-    'Dinov2': _CLIP | _IMAGENET | {'size': 256},  # Bit's, as published with DINOv2
+    'Dinov2': _CLIP | _IMAGENET | {'size': 256},  # BitImageProcessor as published with DINOv2
 }
 
 
@@ -37,7 +37,7 @@ class _Processor(Record):
 
     size: Size = 224
     crop_size: Size = 224
-    default_to_square: bool = True  # whether one number is both sides, or the shorter one
+    default_to_square: bool = True  # a single number is the length of both sides, not the shorter
     resample: Literal[1, 2, 3] = 2
     image_mean: Scaling = HALF
     image_std: Scaling = HALF
@@ -51,11 +51,14 @@ class _Processor(Record):
 
 
 def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, int]]:
-    """Returns the preprocessing, and the size (height, width) of the images that it makes.
+    """Parses a preprocessor_config.json.
 
     Args:
-      declared: The preprocessor_config.json; empty if there is none.
-      family: The model_type. It tells the class of the processor if the file does not.
+      declared: The JSON object; empty if there is no such file.
+      family: The model_type. It determines the class of the processor if the file does not.
+
+    Returns:
+      The preprocessing, and the size (height, width) of the images that it produces.
 
     Raises:
       UserError: If the preprocessing is not supported.
@@ -65,7 +68,7 @@ def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, 
     name = declared.get('image_processor_type') or declared.get('feature_extractor_type') or usual
     kind = re.sub('(ImageProcessor(Fast|Pil)?|FeatureExtractor)$', '', str(name))
     known = ', '.join(f'{each}ImageProcessor' for each in _DEFAULTS)
-    wrong = f'{declared.where}: {name} is not supported: expected one of {known}'
+    wrong = f'{declared.where}: {name} is not supported; expected one of {known}'
     require(kind in _DEFAULTS, wrong)
     declared.expect({'do_resize': True, 'do_pad': False})
     processor = declared.record(_Processor, ignored=_NO_EFFECT, defaults=_DEFAULTS[kind])
@@ -78,17 +81,17 @@ def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, 
 
 
 def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
-    """Returns how an image gets its size, and the size."""
+    """Returns the crop, and the size (height, width) of its result."""
     wrong = f'{where}: size={processor.size}, crop_size={processor.crop_size} is not supported'
     method = _RESIZE_METHODS[processor.resample]
     keep_aspect, height, width = _sides(processor.size, processor.default_to_square, wrong)
     if not processor.do_center_crop:
-        require(not keep_aspect, f'{wrong}: expected height and width')
+        require(not keep_aspect, f'{wrong}; expected height and width')
         return Resize(resize=method), (height, width)
     _, *cut = _sides(processor.crop_size, True, wrong)
     fits = cut[0] <= height and cut[1] <= width
     fits = fits and (keep_aspect or height * cut[1] == width * cut[0])
-    require(fits, f'{wrong}: expected a crop within the size, of the same aspect')
+    require(fits, f'{wrong}; expected a crop within the size, with the same aspect ratio')
     scale = min(height, width) / min(cut)
     crop = CentralCrop(scale=scale, keep_aspect=keep_aspect, resize=method, rounding='transformers')
     return crop, (cut[0], cut[1])
@@ -97,7 +100,7 @@ def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
 def _sides(size: Size, is_square: bool, wrong: str) -> tuple[bool, int, int]:
     """Returns (keep_aspect, height, width).
 
-    With keep_aspect, height and width are equal: the target length of the shorter side.
+    If keep_aspect is true, height and width are both the target length of the shorter side.
     """
     match size:
         case int():
@@ -106,11 +109,11 @@ def _sides(size: Size, is_square: bool, wrong: str) -> tuple[bool, int, int]:
             return True, edge, edge
         case (height, width) | {'height': height, 'width': width} if len(size) == 2:
             return False, height, width
-    raise UserError(f'{wrong}: expected height and width, or shortest_edge')
+    raise UserError(f'{wrong}; expected height and width, or shortest_edge')
 
 
 def written(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
-    """Returns the preprocessor_config.json, as far as transformers has such a preprocessing."""
+    """Returns the preprocessor_config.json that is closest to a preprocessing."""
     crop, size = preprocessing.crop, _named(config.image_size)
     values: dict[str, Any] = {'image_processor_type': 'ViTImageProcessor', 'size': size}
     if isinstance(crop, CentralCrop):

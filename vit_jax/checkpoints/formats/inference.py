@@ -1,4 +1,4 @@
-"""The model of a file without a description: inferred from shapes of arrays and from hints."""
+"""Infers a model from the names and shapes of its arrays, and from hints."""
 
 import collections
 import dataclasses
@@ -13,9 +13,9 @@ from vit_jax.checkpoints.formats.array_files import LazyArray
 from vit_jax.models import SIZES, Backbone, ModelConfig, ResNetConfig, ViTConfig
 
 Arrays = Mapping[str, LazyArray]
-# The axes of a kernel in a file (height, width, inputs, outputs): of Flax, of PyTorch.
+# Order of a kernel's axes (height, width, inputs, outputs) in Flax and in PyTorch.
 Axes = Literal['HWIO', 'OIHW']
-# Attention heads of published models whose size has no name: by depth, width, mlp_dim.
+# Number of heads of published models whose sizes have no name, by depth, width and mlp_dim.
 _HEADS = {
     (10, 256, 1024): 4,
     (12, 640, 2560): 10,
@@ -29,23 +29,23 @@ _HEADS = {
     (40, 1536, 6144): 16,
     (40, 4096, 8192): 32,
 }
-# Fields that a summary shows if they differ from a plain ViT.
+# Fields that a summary shows if they differ from the default.
 _OPTIONS = 'pool gelu layer_norm_epsilon positions positions_at registers pre_norm norm'.split()
 _OPTIONS += 'layer_scale qkv_bias qk_norm parallel final_norm patch_outputs'.split()
 
 
 class NeedsHint(UserError):
-    """The file leaves open what model it is; the message names the hint that settles it."""
+    """The file does not determine the model; the message names the missing hint."""
 
 
 def with_defaults(hints: Hints, defaults: Hints) -> Hints:
-    """Returns the hints, with missing values from `defaults`."""
-    given = {name: value for name, value in vars(hints).items() if value is not None}
-    return dataclasses.replace(defaults, **given)
+    """Fills missing hints with values from `defaults`."""
+    known = {name: value for name, value in vars(hints).items() if value is not None}
+    return dataclasses.replace(defaults, **known)
 
 
 def shape_of(arrays: Arrays, name: str, *ranks: int) -> tuple[int, ...]:
-    """Returns the shape of an array. Raises UserError if it is missing or of another rank."""
+    """Returns the shape of an array. Raises UserError if it is missing or has another rank."""
     require(name in arrays, f'the array {name} is missing')
     shape = arrays[name].shape
     wrong = f'{name}: shape {shape}; expected {" or ".join(map(str, ranks))} axes'
@@ -54,26 +54,29 @@ def shape_of(arrays: Arrays, name: str, *ranks: int) -> tuple[int, ...]:
 
 
 def length_of(arrays: Arrays, name: str) -> int | None:
-    """Returns the length of a vector; None if it is absent."""
+    """Returns the length of a vector; None if the file does not contain it."""
     return shape_of(arrays, name, 1)[0] if name in arrays else None
 
 
 def count_layers(names: Iterable[str], pattern: str) -> int:
-    """Returns the number of blocks: of different values of the pattern's group."""
+    """Counts blocks, as distinct values of the pattern's group."""
     return len({match[1] for name in names if (match := re.match(pattern, name))})
 
 
 def kernel_shape(arrays: Arrays, name: str, axes: Axes) -> tuple[int, ...]:
-    """Returns height, width, inputs and outputs of a convolution's kernel."""
+    """Returns (height, width, inputs, outputs) of a convolution kernel."""
     sizes = dict(zip(axes, shape_of(arrays, name, 4), strict=True))
     return tuple(sizes[axis] for axis in 'HWIO')
 
 
 def infer_backbone(arrays: Arrays, root: str, unit: str, axes: Axes) -> Backbone:
-    """Returns the convolutions of a hybrid or ResNet, whose first kernel is `root`.
+    """Infers the convolutional backbone of a hybrid or a ResNet.
 
-    `unit` is the prefix of a unit's names. It contains {stage} and {unit}, counted from 1, or
-    {stage0} and {unit0}.
+    Args:
+      arrays: All arrays of the model.
+      root: Name of the first kernel.
+      unit: Name of a unit, with {stage} and {unit} from 1, or {stage0} and {unit0} from 0.
+      axes: Order of the axes of kernels.
     """
     pattern = unit.format_map(dict.fromkeys(('stage', 'unit', 'stage0', 'unit0'), r'(\d+)'))
     units = {match.groups() for name in arrays if (match := re.match(pattern, name))}
@@ -95,23 +98,26 @@ def infer_config(
     unit: str = '',
     **values: Any,
 ) -> tuple[ViTConfig, int]:
-    """Infers a ViT, and how many rows of the position embeddings precede the patches.
+    """Infers a ViT from its arrays.
 
     Args:
       arrays: All arrays of the model.
-      hints: Take precedence over what the arrays suggest.
-      axes: The axes of the kernels in the file.
-      embedding: The name of the kernel of the patches.
-      table: The name of the position embeddings; None: positions are computed.
-      rows: The possible numbers of rows before the patches, the usual one first.
-      image_size: The size that a description states.
-      root: The name of a hybrid's first kernel; a file without this array is not a hybrid.
+      hints: Values that take precedence over inferred ones.
+      axes: Order of the axes of kernels.
+      embedding: Name of the patch projection's kernel.
+      table: Name of the position embeddings; None: positions are computed.
+      rows: Possible numbers of rows before the patches' positions, the usual one first.
+      image_size: Image size stated by a description.
+      root: Name of a hybrid's first kernel; a file without this array is not a hybrid.
       unit: As for `infer_backbone`.
-      **values: Fields of `ViTConfig` that are known: at least `depth` and `mlp_dim`.
+      **values: Known fields of `ViTConfig`, at least `depth` and `mlp_dim`.
+
+    Returns:
+      The model, and the number of rows of the table before the patches' positions.
 
     Raises:
-      NeedsHint: If the arrays leave the grid or the number of heads open.
-      UserError: If an array is missing or has other axes, or positions do not fit the grid.
+      NeedsHint: If the arrays do not determine the grid or the number of heads.
+      UserError: If an array is missing or has the wrong rank, or positions do not fit the grid.
     """
     p, q, _, width = kernel_shape(arrays, embedding, axes)
     backbone = infer_backbone(arrays, root, unit, axes) if root in arrays else None
@@ -122,7 +128,7 @@ def infer_config(
     if 'num_heads' not in values:
         values['num_heads'] = _infer_heads(hints, width, values['mlp_dim'], values['depth'])
     inferred: dict[str, Any] = {
-        # The last pixels of a stated size may fill no patch.
+        # A stated size need not be a multiple of the patch size.
         'image_size': image_size if stated == grid else (grid[0] * cell[0], grid[1] * cell[1]),
         'patch_size': (p, q),
         'channels': kernel_shape(arrays, root if backbone else embedding, axes)[2],
@@ -140,19 +146,19 @@ def _infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
     heads = hints.num_heads or known.get((depth, width, mlp_dim))
     if heads is None:
         size = f'{depth} layers of width {width} with MLPs of {mlp_dim}'
-        raise NeedsHint(f'no known model has {size}: say num_heads=N, often width / 64')
+        raise NeedsHint(f'no known model has {size}; set num_heads=N, often width / 64')
     return heads
 
 
 def _infer_grid(
     arrays: Arrays, table: str | None, *, rows: tuple[int, ...], known: tuple[int, int] | None
 ) -> tuple[tuple[int, int], int]:
-    """Returns the known grid, or the square one, and the number of rows before it."""
+    """Returns the known grid or a square one, and the number of rows before its positions."""
     if table is None:
         if known is None:
-            raise NeedsHint('positions are computed: say the grid, for example grid=(14, 14)')
+            raise NeedsHint('positions are not stored; set the grid, for example grid=(14, 14)')
         return known, 0
-    count = shape_of(arrays, table, 2, 3)[-2]  # some have no axis for the batch
+    count = shape_of(arrays, table, 2, 3)[-2]  # with or without a batch axis
     side = math.isqrt(max(0, count - rows[0]))
     grid = known or (side, side)
     row = next((row for row in rows if math.prod(grid) == count - row), None)
@@ -164,7 +170,7 @@ def _infer_grid(
 
 
 def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
-    """Returns the model and the number of its parameters in one line; `projects` as on a card."""
+    """Describes a model in one line; `parameters` is their number, `projects` as in `Card`."""
     head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
     head = f'a projection to {config.num_classes}' if projects else head
     images = f'images {config.image_size[0]}x{config.image_size[1]}'

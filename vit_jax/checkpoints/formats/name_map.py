@@ -1,9 +1,9 @@
-"""Name maps: where each of our arrays is in another layout, used in both directions.
+"""Name maps: convert arrays between our parameters and another layout, in both directions.
 
-A map is a list of rules. timm, for example, has one matrix for the queries, keys and values of all
-heads of one block, `blocks.0.attn.qkv.weight` of (3 * width, width); we have a kernel of each,
-stacked over the blocks: `encoder/block/attention/query/kernel` of (depth, width, heads, width /
-heads), and so on. That is the rule
+A map is a list of rules. For example, timm stores the queries, keys and values of all heads of a
+block in one matrix, `blocks.0.attn.qkv.weight` of shape (3 * width, width). Our model has a kernel
+for each, stacked over the blocks, such as `encoder/block/attention/query/kernel` of shape (depth,
+width, heads, width / heads). The rule is
 
     NameRule(
         'blocks.{layer0}.attn.qkv.weight',
@@ -11,9 +11,9 @@ heads), and so on. That is the rule
         ArrayTransform(to_ours=transposed and split into heads, to_theirs=the inverse),
     )
 
-which `resolve` gives the names of all blocks: blocks.0 to blocks.11. To read, each of their 12
-arrays is split into 3, each part is transformed, and the parts of the 12 are stacked. To write, all
-that is undone.
+`resolve` expands {layer0} to the numbers of all blocks, 0 to 11. To read, each of the 12 arrays is
+split into 3, each part is transformed, and the parts of the 12 blocks are stacked. Writing inverts
+these steps. "Theirs" are the arrays in a file, "ours" are the parameters of the model.
 """
 
 import re
@@ -28,7 +28,7 @@ from vit_jax.models import ModelConfig
 
 
 class ArrayTransform(NamedTuple):
-    """How one array (of one layer) becomes ours, and the inverse."""
+    """Converts one array (of one layer) to ours, and back."""
 
     to_ours: Callable[[np.ndarray], np.ndarray]
     to_theirs: Callable[[np.ndarray], np.ndarray]
@@ -36,20 +36,20 @@ class ArrayTransform(NamedTuple):
 
 SAME = ArrayTransform(lambda a: a, lambda a: a)
 TRANSPOSED = ArrayTransform(lambda a: a.T, lambda a: a.T)
-# Positions without a row for the class token: ours is then zero.
+# Position embeddings without a row for the class token; ours gets a row of zeros.
 NO_CLASS_ROW = ArrayTransform(
     lambda a: np.concatenate([np.zeros_like(a[:, :1]), a], axis=1), lambda a: a[:, 1:]
 )
-NO_BATCH = ArrayTransform(lambda a: a[None], lambda a: a[0])  # tokens (n, d), ours (1, n, d)
-VECTOR = ArrayTransform(lambda a: a[None, None], lambda a: a[0, 0])  # a token (d), ours (1, 1, d)
+NO_BATCH = ArrayTransform(lambda a: a[None], lambda a: a[0])  # (n, d); ours (1, n, d)
+VECTOR = ArrayTransform(lambda a: a[None, None], lambda a: a[0, 0])  # (d,); ours (1, 1, d)
 CONVOLUTION = ArrayTransform(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.transpose(3, 2, 0, 1))
 
 
 class NameRule(NamedTuple):
-    """Their array, and those of ours that it joins along its first axis.
+    """Maps one of their arrays to the arrays of ours that it concatenates along its first axis.
 
-    {layer0} in a name of theirs counts the blocks from 0; without it, their array is stacked over
-    the blocks as ours is.
+    {layer0} in `theirs` is the number of a block, from 0. Without it, their array is stacked over
+    the blocks like ours, or does not belong to a block.
     """
 
     theirs: str
@@ -58,16 +58,16 @@ class NameRule(NamedTuple):
 
     @property
     def per_layer(self) -> bool:
-        """Has theirs an array for each layer, which ours stacks?"""
+        """Whether they have one array per layer, which ours stacks."""
         return '{layer0}' in self.theirs
 
 
-# Rules for one network: the names of theirs, of all layers; none of arrays that are zero.
+# The names of their arrays for each rule, of all layers; empty if the file leaves zeros out.
 Resolved = Mapping[NameRule, list[str]]
 
 
 def flax_module(theirs: str, ours: str, transform: ArrayTransform = SAME) -> list[NameRule]:
-    """The same module under another name."""
+    """Returns rules for a Flax module that has another name."""
     leaves = 'kernel', 'scale', 'bias'
     return [NameRule(f'{theirs}/{leaf}', (f'{ours}/{leaf}',), transform) for leaf in leaves]
 
@@ -75,11 +75,17 @@ def flax_module(theirs: str, ours: str, transform: ArrayTransform = SAME) -> lis
 def torch_module(
     theirs: str, *ours: str, num_heads: int = 1, separator: str = '.'
 ) -> list[NameRule]:
-    """Weight and bias of a module of PyTorch, which may join several of ours.
+    """Returns rules for weight and bias of a PyTorch module, which may concatenate several of ours.
 
-    Between its name and theirs is the `separator`: `.weight`, or `_weight`. The last part of our
-    name says the transform: query, key, value and out have heads, embedding and conv are
-    convolutions, else it is a matrix. `resolve` drops leaves that a network lacks.
+    The last part of our name determines the transform: query, key, value and out have heads;
+    embedding and conv are convolutions; all others are matrices or norms. `resolve` drops rules for
+    arrays that a model does not have.
+
+    Args:
+      theirs: Name of the PyTorch module.
+      *ours: Names of our modules.
+      num_heads: Number of attention heads.
+      separator: Characters between the module and `weight` or `bias`.
     """
     kernel, bias = TRANSPOSED, SAME
     name = ours[0].rpartition('/')[2]
@@ -88,7 +94,7 @@ def torch_module(
             lambda a: a.T.reshape(a.shape[1], num_heads, -1), lambda a: a.reshape(a.shape[0], -1).T
         )
         bias = ArrayTransform(lambda a: a.reshape(num_heads, -1), lambda a: a.reshape(-1))
-    elif name == 'out':  # of all heads, back to the width
+    elif name == 'out':  # projects all heads to the width
         kernel = ArrayTransform(
             lambda a: a.T.reshape(num_heads, -1, a.shape[0]), lambda a: a.reshape(-1, a.shape[-1]).T
         )
@@ -97,26 +103,33 @@ def torch_module(
     leaves = ('weight', 'kernel', kernel), ('weight', 'scale', SAME), ('bias', 'bias', bias)
     return [
         NameRule(
-            f'{theirs}{separator}{there}', tuple(f'{module}/{here}' for module in ours), transform
+            f'{theirs}{separator}{leaf}', tuple(f'{module}/{flax}' for module in ours), transform
         )
-        for there, here, transform in leaves
+        for leaf, flax, transform in leaves
     ]
 
 
 def torch_backbone(config: ModelConfig, conv: str, norm: str, unit: str) -> list[NameRule]:
-    """A bottleneck ResNet of PyTorch: names of its root, and of unit {unit0} in stage {stage0}."""
+    """Returns rules for a bottleneck ResNet of PyTorch.
+
+    Args:
+      config: The model.
+      conv: Name of the first convolution.
+      norm: Name of the first norm.
+      unit: Name of unit {unit0} in stage {stage0}.
+    """
     rules = torch_module(conv, 'backbone/conv_root') + torch_module(norm, 'backbone/norm_root')
     parts = {f'{kind}{i}': f'{kind}{i}' for i in (1, 2, 3) for kind in ('conv', 'norm')}
     parts |= {f'downsample.{kind}': f'{kind}_proj' for kind in ('conv', 'norm')}
     for stage, number in units(config):
-        theirs = unit.format(stage0=stage - 1, unit0=number - 1)
-        for there, here in parts.items():
-            rules += torch_module(f'{theirs}.{there}', f'backbone/stage{stage}/unit{number}/{here}')
+        theirs, ours = unit.format(stage0=stage - 1, unit0=number - 1), f'stage{stage}/unit{number}'
+        for part, name in parts.items():
+            rules += torch_module(f'{theirs}.{part}', f'backbone/{ours}/{name}')
     return rules
 
 
 def units(config: ModelConfig) -> list[tuple[int, int]]:
-    """Stage and number, from 1, of every unit of the backbone."""
+    """Lists stage and number, both from 1, of every unit of the backbone."""
     stages = enumerate(config.backbone.blocks if config.backbone else (), 1)
     return [(stage, unit + 1) for stage, count in stages for unit in range(count)]
 
@@ -129,14 +142,22 @@ def resolve(
     format: str,
     zeros: Collection[str],
 ) -> Resolved:
-    """The rules that hold all of our arrays, each once; `zeros` are names of theirs without array.
+    """Selects the rules for the arrays of a model, and expands their names.
 
-    Raises UserError where the format has no place for one of them.
+    Args:
+      rules: All rules of the format.
+      config: The model.
+      ours: Names of all parameters of the model.
+      format: Name of the format, for errors.
+      zeros: Their names of arrays that the file leaves out because they are zero.
+
+    Raises:
+      UserError: If the format has no array for a parameter.
     """
     ours = set(ours)
     chosen = [rule for rule in rules if ours.issuperset(rule.ours)]
-    if homeless := sorted(ours.difference(*(rule.ours for rule in chosen))):
-        raise UserError(f'the {format} layout has no place for {", ".join(homeless[:4])}')
+    if unmapped := sorted(ours.difference(*(rule.ours for rule in chosen))):
+        raise UserError(f'the {format} format has no array for {", ".join(unmapped[:4])}')
     resolved = {}
     for rule in chosen:
         layers = range(getattr(config, 'depth', 0) if rule.per_layer else 1)
@@ -146,16 +167,20 @@ def resolve(
 
 
 def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str | None) -> list[str]:
-    """The names in the file that no rule reads, but the pattern `ignored` matches.
+    """Compares the names in a file with the rules.
 
-    Raises UserError for arrays that are missing, and for others that no rule reads.
+    Returns:
+      Names that no rule reads and that the regular expression `ignored` matches.
+
+    Raises:
+      UserError: If arrays are missing, or are neither read by a rule nor ignored.
     """
-    wanted = {name for names in rules.values() for name in names}
-    extra = sorted(set(stored) - wanted)
+    expected = {name for names in rules.values() for name in names}
+    extra = sorted(set(stored) - expected)
     skipped = [name for name in extra if ignored and re.fullmatch(ignored, name)]
     unknown = sorted({*extra} - {*skipped})
-    found = (sorted(wanted - set(stored)), 'missing'), (unknown, 'not known')
-    problems = [f'{len(n)} arrays are {what}: {", ".join(n[:4])}' for n, what in found if n]
+    wrong = (sorted(expected - set(stored)), 'missing'), (unknown, 'unknown')
+    problems = [f'{len(n)} arrays are {what}: {", ".join(n[:4])}' for n, what in wrong if n]
     require(not problems, '; '.join(problems))
     return skipped
 
@@ -163,7 +188,7 @@ def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str |
 def to_ours(
     rules: Resolved, stored: Mapping[str, LazyArray], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
-    """Our arrays, in float32; `shapes` are their shapes."""
+    """Reads our arrays as float32; `shapes` are their shapes by name."""
     arrays: dict[str, np.ndarray] = {}
     for rule, theirs in rules.items():
         if not theirs:
@@ -177,7 +202,7 @@ def to_ours(
 
 
 def to_theirs(rules: Resolved, ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Their arrays: the inverse of `to_ours`."""
+    """Converts our arrays to theirs; the inverse of `to_ours`."""
     arrays = {}
     for rule, theirs in rules.items():
         for layer, name in enumerate(theirs):
@@ -187,6 +212,6 @@ def to_theirs(rules: Resolved, ours: Mapping[str, np.ndarray]) -> dict[str, np.n
 
 
 def _split(rule: NameRule, array: np.ndarray) -> list[np.ndarray]:
-    """Splits one of their arrays into the arrays of ours that it joins."""
+    """Splits one of their arrays into the arrays of ours that it concatenates."""
     parts = np.split(array, len(rule.ours))
     return [np.ascontiguousarray(rule.transform.to_ours(part)) for part in parts]

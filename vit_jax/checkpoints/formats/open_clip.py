@@ -1,7 +1,7 @@
-"""The format of OpenCLIP, and of OpenAI's CLIP: the image tower is under `visual.`.
+"""Reads and writes the image tower of OpenCLIP and OpenAI CLIP checkpoints, under `visual.`.
 
-The tower is a model of timm, which timm.py reads with the description from here, or has OpenAI's
-names, which are read here.
+This module reads towers with OpenAI's names. If the tower is a timm model, timm.py reads it with
+the description that `timm_description` returns.
 """
 
 import dataclasses
@@ -18,12 +18,13 @@ from vit_jax.checkpoints.formats.name_map import NO_BATCH, SAME, VECTOR, NameRul
 from vit_jax.models import ViTConfig
 
 _FILE = 'open_clip_config.json'
-_BIAS = 'proj.bias'  # of our head; the projection has none
+_BIAS = 'proj.bias'  # stands for the bias of our head; CLIP's projection has none
 _BLOCK = 'transformer.resblocks'
-# Fields that all these towers share.
+# Fields of `ViTConfig` that all these towers share.
 _SHARED: dict[str, Any] = {'pre_norm': True, 'layer_norm_epsilon': 1e-5}
 _SHARED |= {'position_resize': 'bicubic_antialias'}
-# Keys without effect on the image tower: of texts, of the training, and of its own projection.
+# Keys that do not change image features: of the text tower, of training, of preprocessing, and of
+# the projection, whose presence the arrays show.
 _NO_EFFECT = (
     r'(vision|text|multimodal)_cfg|custom_text|(nonscalar|init)_logit_(scale|bias)|size|fill_color'
     r'|patch_dropout|output_tokens|timm_(model_pretrained|drop|drop_path|proj_bias)'
@@ -32,7 +33,7 @@ _NO_EFFECT = (
 
 @dataclasses.dataclass
 class _Model(Record):
-    """`model_cfg`, without what is about texts."""
+    """The keys of `model_cfg` that concern the image tower."""
 
     embed_dim: int | None = None
     quick_gelu: bool = False
@@ -48,7 +49,7 @@ class _Vision(Record):
     mlp_ratio: float = 4.0
     patch_size: tuple[int, int] = (16, 16)
     image_size: tuple[int, int] = (224, 224)
-    ls_init_value: float | None = None  # of LayerScale
+    ls_init_value: float | None = None  # initial value of LayerScale
     pool_type: Literal['tok'] = 'tok'
     timm_model_name: str = ''
     timm_pool: str = 'avg'
@@ -57,7 +58,7 @@ class _Vision(Record):
 
 @dataclasses.dataclass
 class _Preprocess(base.TimmImages):
-    """`preprocess_cfg`; its size is the model's."""
+    """The keys of `preprocess_cfg`; the image size comes from the model."""
 
     mean: Scaling = CLIP[0]
     std: Scaling = CLIP[1]
@@ -75,7 +76,7 @@ def _read(contents: FileContents) -> tuple[_Model, _Vision, _Preprocess]:
 
 
 def timm_description(contents: FileContents) -> JsonObject:
-    """Returns the config.json that timm would write for the image tower; empty for other towers."""
+    """Returns a config.json of timm for the image tower; empty if it is not a timm model."""
     _, vision, preprocess = _read(contents)
     if not vision.timm_model_name:
         return JsonObject({}, _FILE)
@@ -117,9 +118,9 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
 
 
 def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
-    """Returns the model of a file without a description."""
+    """Infers the model of a file without a description."""
     if hints.gelu is None:
-        raise NeedsHint(f'no {_FILE}: say gelu=quick, as OpenAI trained it, or gelu=exact')
+        raise NeedsHint(f'no {_FILE}; set gelu=quick (OpenAI) or gelu=exact')
     config, _ = inference.infer_config(
         arrays,
         hints,
@@ -136,7 +137,7 @@ def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
 
 
 def _build_config(arrays: Arrays, model: _Model, vision: _Vision) -> ViTConfig:
-    """Returns the model of a description; the arrays say only whether it has a projection."""
+    """Builds the model from its description; the arrays show only whether it has a projection."""
     return ViTConfig(
         image_size=vision.image_size,
         patch_size=vision.patch_size,
@@ -163,12 +164,12 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         preprocess.preprocessing(preprocess.resize_mode),
         ignored=r'(?!visual\.).*' if prefix else None,  # the text tower
         loss=None if config.num_classes is None else 'contrastive',  # the head is a projection
-        remarks=() if is_described else (f'no {_FILE}: images are prepared as for CLIP',),
+        remarks=() if is_described else (f'no {_FILE}: images are prepared as for OpenAI CLIP',),
     )
 
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
-    """Returns the part of open_clip_config.json about images."""
+    """Returns the keys of open_clip_config.json that concern the image tower."""
     how = card.preprocessing
     vision = {
         'image_size': list(config.image_size),

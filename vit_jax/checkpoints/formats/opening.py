@@ -1,6 +1,6 @@
-"""Opens the checkpoint of any system: finds its format, parses it, and compares all its arrays.
+"""Opens checkpoints of all supported formats, and compares their arrays with the model.
 
-A format is a record in its own file; to add one, write that file and name it in FORMATS.
+Each format is a record in its own module; to add one, write the module and list it in FORMATS.
 """
 
 import dataclasses
@@ -30,28 +30,28 @@ from vit_jax.checkpoints.formats.wrappers import unwrap
 from vit_jax.data import imagenet_classes
 from vit_jax.models import abstract_params
 
-# The first that matches a file's names parses it; bigvision takes what is not as google writes it.
+# The first format that matches a file's names parses it; so bigvision comes after google.
 FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE, OPEN_CLIP
-# In front of the names of a model's body.
+# Prefixes that formats put before the names of the body.
 OWN_PREFIXES = 'visual.', 'visual.trunk.', *sorted(PREFIXES)
-OURS = 'vit_jax'  # a directory that orbax wrote (checkpoints/store.py)
+OURS = 'vit_jax'  # a directory written with orbax (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
-# In the metadata of a safetensors file of ours, as JSON: the card, and the layout of the arrays.
+# Keys in the metadata of safetensors files that vit_jax writes; the values are JSON.
 CARD, LAYOUT = 'vit_jax.card', 'vit_jax.layout'
 _PART = re.compile(rf'(.+(?:{"|".join(map(re.escape, array_files.ENDINGS))})):(.+)')
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was opened; its arrays are not read yet."""
+    """An opened checkpoint whose arrays are not read yet."""
 
     path: str
     format: str  # one of NAMES
-    layout: Layout | None  # how its arrays are named; None: as ours
+    layout: Layout | None  # None for a vit_jax directory
     card: Card
-    report: list[str]  # what it is, for people
+    report: list[str]  # lines for the user: format, model, assumptions and ignored arrays
     ignored: tuple[str, ...]  # names of arrays that do not belong to the model
-    read: Callable[[], Params]  # the parameters, float32, in host memory; raises UserError
-    origin: tuple[str, ...] = ()  # where it was downloaded from, and what exactly
+    read: Callable[[], Params]  # reads parameters as float32 into host memory; raises UserError
+    origin: tuple[str, ...] = ()  # lines with the URL, commit and digests of a download
 
 
 def open_checkpoint(
@@ -61,18 +61,20 @@ def open_checkpoint(
 
     Args:
       path: A file or directory of any format, `FILE:KEY` for a part of a file, or the name of a
-        remote checkpoint (checkpoints/remote.py), which is downloaded unless it was before.
-      hints: What the file may leave open.
-      image_size: The size of images that the caller wants, or `stored` to keep the size. If it
-        is None, positions are resized to the size that the checkpoint's own processor makes.
+        remote checkpoint (checkpoints/remote.py), which is downloaded unless it is in the cache.
+      hints: Values that the file may leave open.
+      image_size: If None, positions are resized to the image size that the checkpoint's own
+        preprocessor produces. Otherwise the size in the file is kept: pass `stored`, or the size
+        to which the caller resizes the model afterwards.
 
     Raises:
-      UserError: In one sentence that begins with the path; MissingFile if nothing is there,
-        NeedsHint if the file leaves open what model it is.
+      MissingFile: If the path does not exist.
+      NeedsHint: If the file does not determine the model.
+      UserError: If the checkpoint is not supported or damaged; the message names the path.
     """
     local, origin = remote.local(path)
     is_of_paper, path = path in published.FILES, remote.shown(path)
-    if is_of_paper:  # the paper's code has this GELU and epsilon, whoever converted the file
+    if is_of_paper:  # converted copies also have the GELU and epsilon of the paper's code
         hints = inference.with_defaults(hints, google.HINTS)
     place, key = pathlib.Path(local), ''
     with usable(path):
@@ -90,38 +92,38 @@ def open_checkpoint(
     )
     with array_files.error_prefix(path):
         checkpoint = _parse(path, contents, hints, resized=image_size is None)
-    card, said = checkpoint.card, ' '.join([path, *origin])
+    card, addresses = checkpoint.card, ' '.join([path, *origin])
     if is_of_paper:
         card = google.as_published(card)
     report = [*origin, *checkpoint.report]
     nameless = CARD not in contents.metadata and not card.class_names
-    if nameless and card.model.num_classes == 1000 and imagenet_classes.is_in_name(said):
+    if nameless and card.model.num_classes == 1000 and imagenet_classes.is_in_name(addresses):
         card = dataclasses.replace(card, class_names=imagenet_classes.names())
-        report.append("classes: ImageNet's 1,000, as its name says")
+        report.append("classes: ImageNet's 1,000, from the checkpoint's name")
     return checkpoint._replace(card=card, report=report, origin=origin)
 
 
 def _find_weights(place: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the file, or the files of weights in a directory of another system."""
+    """Returns the file itself, or the files of weights in a directory."""
     if not place.is_dir():
         return [place]
-    for name in array_files.WEIGHTS:  # transformers prefers one file to shards too
+    for name in array_files.WEIGHTS:  # like transformers, prefers a single file to shards
         if os.path.lexists(place / name):
             return [place / name]
         index = place / f'{name}{array_files.INDEX}'
         if os.path.lexists(index):
             shards = {*array_files.read_json(index).part('weight_map').values()}
             return sorted(place / pathlib.PurePath(str(shard)).name for shard in shards)
-    found = sorted(p for p in place.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
-    listed = ', '.join(file.name for file in found)
-    require(len(found) < 2, f'{place}: holds several files of weights; name one of {listed}')
-    return found
+    files = sorted(p for p in place.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
+    listed = ', '.join(file.name for file in files)
+    require(len(files) < 2, f'{place}: contains several files of weights; pass one of {listed}')
+    return files
 
 
 def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
-    """Opens the newest checkpoint of a work directory, or the one of a step."""
-    if given := [name for name, value in vars(hints).items() if value is not None]:
-        raise UserError(f'{path}: a checkpoint of ours needs no {given[0]}; leave it out')
+    """Opens a vit_jax checkpoint, or the newest one of a work directory."""
+    if names := [name for name, value in vars(hints).items() if value is not None]:
+        raise UserError(f'{path}: {names[0]} cannot be set for a vit_jax checkpoint; leave it out')
     values, folder = store.load_card(local)
     card = records.from_dict(Card, values, where=f'{path}: card')
     summary = inference.summarize(card.model, store.count_params(folder), projects=card.projects)
@@ -132,18 +134,18 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
 
 
 def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) -> Checkpoint:
-    """Returns the checkpoint of a foreign file; a file of ours has a card, which counts."""
-    own = CARD in contents.metadata and not contents.key
-    contents = contents if own else unwrap(contents, OWN_PREFIXES)
+    """Parses a file; a card in a file that vit_jax wrote takes precedence over other sources."""
+    is_own = CARD in contents.metadata and not contents.key
+    contents = contents if is_own else unwrap(contents, OWN_PREFIXES)
     arrays = contents.arrays
     form = next((form for form in FORMATS if form.matches(arrays)), None)
     if form is None:
-        raise UserError(f'{len(arrays)} arrays, none of a known ViT: {[*arrays][:3]} ...')
-    parsed = _parse_own(form, contents) if own else form.parse(contents, hints)
+        raise UserError(f'no supported format has these {len(arrays)} arrays: {[*arrays][:3]} ...')
+    parsed = _parse_own(form, contents) if is_own else form.parse(contents, hints)
     config = parsed.config
     for name, hint in vars(hints).items():
         stored = getattr(config, name, None)
-        require(hint in (None, stored), f'{name}={hint} was given, but the file has {stored}')
+        require(hint in (None, stored), f'{name}={hint} contradicts the file, which has {stored}')
     expected, resolved, skipped = match_arrays(form, parsed, arrays)
     shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
     count = sum(map(math.prod, shapes.values()))
@@ -170,14 +172,14 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
     ignored = *skipped, *contents.ignored
     if ignored:
         some = f'{plural(len(ignored), "array")}, such as {ignored[0]}'
-        report.append(f'ignored, as not of the model: {some}')
+        report.append(f'ignored, not part of the model: {some}')
     if size != config.image_size:
-        report.append(f'images of {size[0]}x{size[1]}, as its own processor makes them')
+        report.append(f'image size {size[0]}x{size[1]}, from the description of its preprocessor')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
 
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
-    """Reads the card in a safetensors file that vit_jax wrote; ignores files next to it."""
+    """Parses the card in a safetensors file that vit_jax wrote; ignores JSON files next to it."""
     card = records.from_dict(Card, json.loads(contents.metadata[CARD]), where='card')
     usual = form.usual_layout(card.model)
     stored = json.loads(contents.metadata.get(LAYOUT, '{}'))
@@ -190,13 +192,13 @@ def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[An
 def match_arrays(
     form: Format[Any], parsed: ParsedCheckpoint[Any], arrays: Mapping[str, LazyArray]
 ) -> tuple[Params, name_map.Resolved, list[str]]:
-    """Compares the names and shapes of arrays with the model.
+    """Compares the names and shapes of the arrays in a file with the model.
 
     Returns:
-      The parameters as shapes, the names in the file for each, and the names that are ignored.
+      The abstract parameters, the resolved name map, and the names of ignored arrays.
 
     Raises:
-      UserError: That names the arrays that are missing, not known, or of another shape.
+      UserError: If arrays are missing, unknown or have another shape; the message names them.
     """
     expected = abstract_params(parsed.config)
     ours, layout = tree_names.named_leaves(expected), parsed.layout
@@ -210,5 +212,5 @@ def match_arrays(
         shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if shapes[0] else ()
         for name in names_in_file:
             stored = arrays[name].shape
-            require(stored == shape, f'{name}: shape {stored}; the model has {shape}')
+            require(stored == shape, f'{name}: got shape {stored}; expected {shape}')
     return expected, resolved, skipped

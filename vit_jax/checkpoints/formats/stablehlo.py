@@ -1,9 +1,10 @@
-"""Writes a model as a program that jax alone can run: photos to probabilities.
+"""Exports a model, including preprocessing, as a StableHLO program that needs only jax to run.
 
 `numpy.load` opens the file: `program` is the input of `jax.export.deserialize`, `card` is JSON, and
-every other array is a parameter, which the program takes together with the images. The parameters
-are outside of the program because each image size would otherwise compile and hold them again, and
-a program of more than 2 GiB cannot be stored. The page "A network as a program" has an example.
+every other array is a parameter. The program takes the parameters and the images as arguments.
+Parameters are not constants of the program, because every image size would then compile and hold
+them again, and because a program of more than 2 GiB cannot be stored. docs/export.md has an
+example.
 """
 
 import json
@@ -29,13 +30,14 @@ _PLATFORMS = 'cpu', 'cuda', 'tpu'
 
 
 def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
-    """Writes the program, which computes in float32, and returns notes for its user.
+    """Writes the program, which computes in float32, and returns notes for its users.
 
-    Raises UserError for a model that does not take photos or has an untrained head.
+    Raises:
+      UserError: If the model does not have 3 channels, or has an untrained head.
     """
     channels, has_head = card.model.channels, card.model.num_classes is not None
-    require(channels == 3, f'channels={channels}: a program takes photos, which have 3 channels')
-    text = 'the head is all zeros: pass num_classes=None or --drop_head for features'
+    require(channels == 3, f'the stablehlo format needs 3 channels; the model has {channels=}')
+    text = 'the head is all zeros; to export features, use num_classes=None or --drop_head'
     require(not has_head or has_trained_head(params), text)
     # numpy files have no bfloat16: the program gets the same bits as uint16.
     arrays = {
@@ -55,17 +57,17 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
         'jax': jax.__version__,
         'card': records.to_dict(card),
     }
-    # jax raises an error that asks for flatbuffers if it is missing: pip install 'vit_jax[export]'.
+    # If flatbuffers is missing, jax raises an error that names it: pip install 'vit_jax[export]'.
     stored = {PROGRAM: bytes(exported.serialize()), CARD: json.dumps(about).encode()}
     write_npz(path, arrays | {n: np.frombuffer(v, np.uint8) for n, v in stored.items()})
     notes = [f'program for {", ".join(_PLATFORMS)}: {images} -> {outputs}']
     if card.preprocessing.exif_rotation:
-        notes.append('the program expects photos rotated by their EXIF tag')
+        notes.append('the program expects photos that are already rotated by their EXIF tag')
     return notes
 
 
 def _export(card: Card, arrays: dict[str, np.ndarray]) -> export.Exported:
-    """Exports a function of parameters by name and of any number of images of any size."""
+    """Exports a function of parameters by name and of images; batch and image size are symbolic."""
     model = build(card.model, compute=PORTABLE)
     expected = jax.eval_shape(model.init, jax.random.key(0))
 
@@ -90,17 +92,22 @@ def _export(card: Card, arrays: dict[str, np.ndarray]) -> export.Exported:
 def preprocess(
     images: UInt8[Array, 'b _ _ 3'], size: Size, preprocessing: Preprocessing
 ) -> Float[Array, 'b _ _ 3']:
-    """Crops, resizes and normalizes images to (height, width), as `preprocessing.crop` does.
+    """Crops, resizes and normalizes images in jax, as `preprocessing.crop` does.
 
     Most pixels are within one of 255 gray levels of OpenCV and Pillow; all are equal if nothing is
-    resized. Height and width may be symbolic (`jax.export`).
+    resized.
+
+    Args:
+      images: Images of one size, which may be symbolic (`jax.export`).
+      size: The target (height, width).
+      preprocessing: The crop and the normalization.
     """
     shape = jnp.int32(images.shape[1]), jnp.int32(images.shape[2])
     crop: Any = preprocessing.crop  # Resize or CentralCrop
     method = crop.resize.removesuffix('_antialias').replace('lanczos', 'lanczos3')
     resized, corner = crop.placement(shape, size)
     pixels = images.astype(jnp.float32)
-    for side in (1, 0):  # Pillow resizes the width first, and rounds both results to 8 bits
+    for side in (1, 0):  # Pillow resizes the width first and rounds each result to 8 bits
         pixels = jax.image.scale_and_translate(
             pixels,
             (*pixels.shape[: side + 1], size[side], *pixels.shape[side + 2 :]),

@@ -1,9 +1,9 @@
-"""The format of timm (PyTorch image models), and of Meta's own DINOv2: joined projections, `fc1`.
+"""Reads and writes files of timm (PyTorch image models), and of DINOv2 as published by Meta.
 
-timm's config.json names an architecture and the arguments that changed it, not the sizes. Sizes and
-optional parts come from the arrays. The activation, the epsilon and the number of heads come from
-the arguments and the name. These facts were verified for all names of timm 1.0.31
-(tests/checkpoints/formats/test_timm_names.py).
+timm's config.json contains the name of an architecture and arguments that change it, but no sizes.
+Sizes and optional parts are inferred from the arrays. The activation, the epsilon and the number of
+heads follow from the arguments and the name. tests/checkpoints/formats/test_timm_names.py verifies
+this for all names of timm 1.0.31.
 """
 
 import dataclasses
@@ -25,27 +25,28 @@ from vit_jax.models.config import PositionResize
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
-# Parts of names in some files: of timm's class Eva, and of DINOv2 as Meta publishes it.
+# Parts of names that only some files have: files of timm's class Eva, and Meta's DINOv2.
 _VARIANTS = {'gamma_1', 'q_bias', 'fc1_g', 'w12', 'register_tokens'}
 
 # By act_layer; None: SwiGLU.
 _GELUS: dict[str, Gelu | None] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
 _GELUS |= {'silu': None}
 _POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
-# Fields of `ViTConfig` that have one value in this layout.
+# Fields of `ViTConfig` that have only this value in timm.
 _FIXED = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
 _FIXED |= {'positions_at': 'stem'}
-# Fields of `ViTConfig` that names and shapes of arrays do not show.
+# Fields of `ViTConfig` that the arrays do not show.
 _OPTIONS = 'gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'
-# Keys about images, in `pretrained_cfg` or, in older files, at the top; and timm's defaults.
+# Keys of the preprocessing, in `pretrained_cfg` or, in older files, at the top level; and timm's
+# defaults.
 _IMAGES = {'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}
 _DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 'crop_pct': 0.875}
-# Arguments without effect here: dropout, initial parameters, and what the arrays show.
+# Arguments that are not needed: dropout, initialization, and parts that the arrays show.
 _NO_EFFECT = (
     r'(.*_)?drop(_path)?_rate|weight_init|fix_init|init_values|dynamic_img_size|patch_size|in_chans'
     r'|embed_dim|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
 )
-# More keys without effect outside of the arguments.
+# Keys outside of the arguments that are not needed.
 _METADATA = (
     rf'{base.NO_EFFECT}|{_NO_EFFECT}|model_args|pretrained_cfg|num_features|label_descriptions'
     r'|(origin_)?url|file|source|hf_\w+|custom_load|(test|min|fixed)_input_size|first_conv'
@@ -55,8 +56,7 @@ _TANH = re.compile(
     r'vit_(base_patch32_siglip(_gap)?_256|large_patch16_siglip(_gap)?_512'
     r'|so400m_patch16_siglip(_gap)?_(256|384|512)|giantopt_patch16_siglip(_gap)?_(256|384))'
 )
-# Weights that were trained with QuickGELU, and that timm publishes under a name with the exact GELU
-# as well.
+# Weights trained with QuickGELU that timm also publishes under an architecture with the exact GELU.
 _QUICK = re.compile(
     r'vit_\w+_clip_\d+ (openai|metaclip_400m|metaclip_2pt5b|dfn5b)|vit_large_\w+ dfn2b'
     r'|vit_huge_patch14_clip_224 metaclip2_worldwide|vit_base_patch32_\w+ laion400m_e32'
@@ -64,7 +64,7 @@ _QUICK = re.compile(
 _ROPE = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')
 _HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
 _HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
-# The excluded architectures have the same arrays, but other norms, rotations or patches.
+# The excluded architectures have the same arrays, but other norms, rotary positions or patches.
 _SUPPORTED = re.compile(
     r'(?!vit_pe_|.*(_rpn_|_rope_|_radio_|sapiens2))(deit3?|eva|flexivit|test_vit\d?|vit)(_.*)?'
 )
@@ -72,13 +72,13 @@ _SUPPORTED = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(base.Layout):
-    """How the files differ."""
+    """Variant of these files."""
 
-    variants: tuple[str, ...] = ()  # of _VARIANTS
+    variants: tuple[str, ...] = ()  # elements of _VARIANTS
 
     @property
     def mlp(self) -> tuple[str, str]:
-        """The names of an MLP's two layers; next to `fc1_x` is the gate, `fc1_g`."""
+        """The names of the two layers of an MLP; the gate of `fc1_x` is `fc1_g`."""
         names = {'w12': ('w12', 'w3'), 'fc1_g': ('fc1_x', 'fc2')}
         return next((names[one] for one in self.variants if one in names), ('fc1', 'fc2'))
 
@@ -88,7 +88,7 @@ _DINOV3 = Layout(variants=('fc1_g', 'gamma_1', 'q_bias'), zeros=('blocks.{layer0
 
 @dataclasses.dataclass
 class _Description(base.TimmImages):
-    """config.json with its `pretrained_cfg` and `model_args`, without what arrays show."""
+    """Keys of config.json, `pretrained_cfg` and `model_args` that the arrays do not show."""
 
     architecture: str = ''
     tag: str = ''
@@ -164,7 +164,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     prefix = next(m[1] or '' for name in contents.arrays if (m := _KNOWN.fullmatch(name)))
     arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
     stated, remarks = contents.description('config.json'), list[str]()
-    ignored = f'{re.escape(prefix)}mask_token'  # of masked pre-training
+    ignored = f'{re.escape(prefix)}mask_token'  # from masked pre-training
     if prefix.startswith('visual.'):
         stated = open_clip.timm_description(contents) or stated
         ignored += r'|(?!visual\.).*'  # the text tower
@@ -180,7 +180,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         remarks.append(f'no config.json: images are prepared as for {models}')
     require(described.architecture != '' or not stated, f'{stated.where}: architecture is missing')
     config, layout = _build_config(prefix, arrays, hints, described)
-    # CLIP's projection has no bias: timm gives it a bias of zeros.
+    # CLIP's projection has no bias; timm stores zeros.
     bias = arrays.get('head.bias')
     projects = bias is not None and config.pre_norm and not bias.read().any()
     return ParsedCheckpoint(
@@ -195,20 +195,20 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 
 
 def _assume(arrays: Arrays) -> tuple[_Description, str]:
-    """Returns how images are prepared for a file without config.json, and for which models."""
+    """Returns the preprocessing for a file without config.json, and the models that have it."""
     if 'mask_token' in arrays:
         return _Description(**_DEFAULTS), 'DINOv2'
     if 'norm_pre.weight' in arrays:
         return _Description(mean=base.CLIP[0], std=base.CLIP[1]), 'CLIP'
-    return _Description(), 'most ViTs; GELU, epsilon and pooling are assumed to be the usual ones'
+    return _Description(), "most ViTs; GELU, epsilon and pooling are assumed to be timm's defaults"
 
 
 def _build_config(
     prefix: str, arrays: Arrays, hints: Hints, described: _Description
 ) -> tuple[ViTConfig, Layout]:
-    """Returns the model: sizes and parts from the arrays, options from the description."""
+    """Builds the model: sizes and parts from the arrays, options from the description."""
     name, _, tag = described.architecture.partition('.')
-    require(not name or bool(_SUPPORTED.fullmatch(name)), f'{name}: timm model is not supported')
+    require(not name or bool(_SUPPORTED.fullmatch(name)), f'timm model {name} is not supported')
     parts = {part for array in arrays for part in array.split('.')}
     layout = Layout(prefix=prefix, variants=tuple(sorted(_VARIANTS & parts)))
     has_bias = any(array.endswith('attn.qkv.bias') for array in arrays)
@@ -233,12 +233,12 @@ def _build_config(
 
 
 def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _Description) -> Hints:
-    """Returns the hints, completed by what the name of the architecture says."""
+    """Fills missing hints with facts that follow from the name of the architecture."""
     has_clip_name = '_clip_' in name and not name.startswith('eva')
     is_clip = has_clip_name if name else 'norm_pre.weight' in arrays
     is_undecided = _QUICK.fullmatch(f'{name} {tag}') is not None if name else is_clip
     if is_undecided and described.act_layer is None and hints.gelu is None:
-        way = 'say gelu=quick, as it was trained, or gelu=exact, as timm computes it'
+        way = 'set gelu=quick, as it was trained, or gelu=exact, as timm computes it'
         raise NeedsHint(f'{name or "no config.json"}: {way}')
     gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'
     defaults = Hints(
@@ -250,7 +250,7 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _De
 
 
 def _options(name: str, arrays: Arrays, described: _Description, layout: Layout) -> dict[str, Any]:
-    """Returns fields of `ViTConfig`, from the arrays where they show them."""
+    """Returns fields of `ViTConfig` from the arrays and the description."""
     first, second = (f'blocks.0.mlp.{layer}.weight' for layer in layout.mlp)
     mlp_dim = inference.shape_of(arrays, second, 2)[1]
     is_joined = first in arrays and arrays[first].shape[0] == 2 * mlp_dim
@@ -264,7 +264,7 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
     resize: PositionResize = 'bicubic_antialias'
     if name.startswith('flexivit'):
         resize = 'bilinear_edges'
-    elif not name and 'mask_token' in arrays and not tokens:  # as Meta resizes them
+    elif not name and 'mask_token' in arrays and not tokens:  # DINOv2 by Meta without registers
         resize = 'bicubic_offset'
     head = inference.length_of(arrays, 'head.bias')
     has_scale = not {'blocks.0.ls1.gamma', 'blocks.0.gamma_1'}.isdisjoint(arrays)
@@ -291,16 +291,16 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    """Returns the options that are not timm's defaults; rejects a model that timm does not have."""
+    """Returns the options that the file does not state; rejects models that timm does not have."""
     for name, only in _FIXED.items():
         value = getattr(config, name)
-        require(value == only, f'the timm format has {name}={only}, not {value}; write vit_jax')
-    require(config.pool != 'cls_gap', 'the timm format has no pool=cls_gap')
+        require(value == only, f'the timm format cannot hold {name}={value}; use format=vit_jax')
+    require(config.pool != 'cls_gap', 'the timm format cannot hold pool=cls_gap')
     usual = ViTConfig(gelu='exact')
     options = {name: getattr(config, name) for name in _OPTIONS}
     stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]
     stated += ['no_embed_class'] * (not layout.class_row and config.positions == 'learned')
-    note = f'tell timm.create_model what the file does not say: {", ".join(stated)}'
+    note = f'pass to timm.create_model, as the file does not store it: {", ".join(stated)}'
     return [note] if stated else []
 
 

@@ -1,7 +1,7 @@
-"""What PyTorch training programs wrap weights in: nested dictionaries, and prefixes of names.
+"""Selects one model in a PyTorch training checkpoint, and removes prefixes of wrappers from names.
 
-A file may hold several copies of a model. Averaged weights are preferred, as in
-timm.models.load_checkpoint; `FILE:KEY` chooses another copy by a part of its prefix.
+A file may contain several copies of a model. Averaged (EMA) weights are preferred, as in
+timm.models.load_checkpoint; `FILE:KEY` selects another copy by a part of its prefix.
 """
 
 import re
@@ -10,29 +10,28 @@ from collections.abc import Iterable, Sequence
 from vit_jax.base import require
 from vit_jax.checkpoints.formats.array_files import FileContents, LazyArray
 
-# An array that every model has, behind a prefix of its own library, which belongs to its names.
+# An array that every model has. Group 1 is the wrapper's prefix; the format's own prefix, inserted
+# for %s, belongs to the name.
 _PATCHES = (
     r'((?:.*?\.)??)(?:%s)?'
     r'(?:patch_embed\.proj|ln_pre|embeddings\.patch_embeddings?(?:\.projection)?)\.weight'
 )
-# Wrappers of modules, and the chunks in which DINOv2 trains its blocks.
+# Wrappers of modules, and the chunks into which DINOv2 groups its blocks in training.
 _MODULES = re.compile(r'\b(_orig_mod|_\w+_wrapped_module)\.|(?<=\bblocks\.)\d+\.(?=\d+\.)')
 _AVERAGED = re.compile(r'.*(?<![a-z])(ema|teacher|target)(?![a-z]).*')
-# Modules of self-supervised training next to the blocks of the model.
+# Modules of self-supervised training that do not belong to the model.
 _TRAINING_ONLY = re.compile(r'decoder(_\w+)?(\..*)?|head\.(\d+|mlp\.\d+|last_layer)\..*')
 
 
 def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
-    """Selects the arrays of one model: the one that the key names, or else the averaged one.
-
-    Names without modules stay as they are.
+    """Selects the arrays of one model, by the key of `contents` or else the averaged weights.
 
     Args:
-      contents: The file.
-      own: Prefixes that formats put on names of the body; the head has no prefix.
+      contents: The file. It is returned unchanged if it does not contain a known model.
+      own: Prefixes that formats put before names of the body; the head has no prefix.
 
     Raises:
-      UserError: If there is no such model, or if several are left.
+      UserError: If the key selects no model, or several models remain.
     """
     patches = re.compile(_PATCHES % '|'.join(map(re.escape, own)))
     short = {name: _MODULES.sub('', name) for name in contents.arrays}
@@ -54,16 +53,16 @@ def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
 def choose_prefix(prefixes: Sequence[str], key: str) -> tuple[str, tuple[str, ...]]:
     """Returns the prefix of the model to read, and a remark that names the unused prefixes.
 
-    The key selects the prefix. Without a key, the only prefix or that of averaged weights is read.
+    The key selects prefixes. If several remain, the prefix of averaged weights is preferred.
     """
     parts = re.compile(rf'(.*[./])?{re.escape(key)}[./].*')
     chosen = [each for each in prefixes if not key or parts.fullmatch(each)]
     offers = ', '.join(each.rstrip('./') or 'the whole file' for each in prefixes)
-    require(bool(chosen), f'no model is under {key!r}; expected one of {offers}')
+    require(bool(chosen), f'no model under the key {key!r}; expected one of {offers}')
     averaged = [each for each in chosen if _AVERAGED.fullmatch(each)]
     chosen = averaged if len(averaged) == 1 else chosen
     example = f'FILE:{chosen[-1].rstrip("./")}'
-    require(len(chosen) == 1, f'several models: {offers}; choose one with {example}')
+    require(len(chosen) == 1, f'contains several models: {offers}; choose one, such as {example}')
     unused = ', '.join(each.rstrip('./') for each in prefixes if each != chosen[0])
     remark = f'weights: {chosen[0].rstrip("./")}; not used: {unused}'
     return chosen[0], (remark,) if unused else ()

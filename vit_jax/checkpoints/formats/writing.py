@@ -1,4 +1,4 @@
-"""Writes checkpoints in any format, but no file that would come back as another model."""
+"""Writes checkpoints in any format; rejects models that would be read back differently."""
 
 import dataclasses
 import json
@@ -22,33 +22,37 @@ from vit_jax.models import ResNetConfig, ViTConfig
 from vit_jax.models.masked_patches import MASKED
 from vit_jax.models.model import compute_position_table, position_table_axes
 
-# The ending of a format's file; other formats are directories.
+# The file ending of each format; formats without one are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
 _SUFFIXES |= {stablehlo.NAME: stablehlo.SUFFIX}
-# Fields that no file of another system stores: they change no output for the same image size.
+# Fields that other formats do not store: they do not change outputs at the same image size.
 _NOT_STORED = 'head_bias', 'layer_scale', 'position_resize'
 
 
 def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str:
-    """Returns the format to write at a path.
+    """Returns the format in which a checkpoint is written to a path.
 
-    It is the named format, else `own`, the format of the model, unless the path has the ending of
-    one other format; .safetensors is timm. Raises UserError if the path does not have the ending of
-    the format's files.
+    Args:
+      path: The output path.
+      named: The requested format; None: chosen by the ending of the path (.safetensors: timm).
+      own: The format in which the model was read; preferred if its ending fits.
+
+    Raises:
+      UserError: If the format is unknown, or the path does not have its ending.
     """
-    require(named in (None, *NAMES), f'format={named!r}; {records.closest(str(named), NAMES)}')
+    require(named in (None, *NAMES), f'no format {named!r}; {records.closest(str(named), NAMES)}')
     ending = pathlib.Path(path).suffix
     is_file = ending in {*array_files.ENDINGS, *_SUFFIXES.values()}
     fitting = [name for name in NAMES if _SUFFIXES.get(name, '') == (ending if is_file else '')]
     only = fitting[0] if len(fitting) == 1 or ending == '.safetensors' else own
     format = named or (own if own in fitting else only)
     known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
-    require(format in fitting, f'{path}: not a name for a {format} checkpoint; formats: {known}')
+    require(format in fitting, f'{path}: wrong ending for the format {format}; formats: {known}')
     return format
 
 
 def is_free(path: str | os.PathLike[str]) -> bool:
-    """Returns whether nothing is there, or an empty directory."""
+    """Returns whether the path does not exist or is an empty directory."""
     place = pathlib.Path(path)
     return not any(place.iterdir()) if place.is_dir() else not place.exists()
 
@@ -62,26 +66,29 @@ def write_checkpoint(
     layout: Layout | None,
     dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> list[str]:
-    """Writes a checkpoint in a format, and returns notes for those who read it.
+    """Writes a checkpoint.
 
     Args:
-      path: With the ending of the format (`format_for`).
+      path: Output path with the ending of the format (`format_for`).
       format: One of `opening.NAMES`.
-      card: What belongs to the parameters.
+      card: Model and metadata.
       params: The parameters, float32.
       layout: The layout that was read; None for the usual layout of the format.
-      dtype: Parameters are rounded to it; None: they keep the type of the layout.
+      dtype: Type to which parameters are rounded; None: the type of the layout.
+
+    Returns:
+      Notes for the users of the file.
 
     Raises:
       UserError: If the format cannot hold the model.
     """
     place, model, notes = pathlib.Path(path), card.model, list[str]()
     no_npz = dtype != 'bfloat16' or place.suffix != '.npz'
-    require(no_npz, f'dtype={dtype}: npz files have no such type; write timm or huggingface')
+    require(no_npz, f'dtype={dtype}: not supported by npz; use format=timm or huggingface')
     if format != OURS and isinstance(model, ViTConfig) and MASKED in params:
         card = dataclasses.replace(card, model=dataclasses.replace(model, patch_outputs=None))
         params = {name: part for name, part in params.items() if name != MASKED}
-        notes.append('mask token and head of patches: left out')
+        notes.append('mask token and patch head: not written')
     make_folder(place.parent)
     if format in (OURS, stablehlo.NAME):
         params, rounded = _cast(params, dtype or 'float32', rounding=True)
@@ -101,9 +108,9 @@ def _write_arrays(
     layout: Layout | None,
     dtype: str | None,
 ) -> list[str]:
-    """`write_checkpoint` for the format of another system."""
+    """Implements `write_checkpoint` for the formats of other libraries."""
     config, notes = card.model, list[str]()
-    right = f'the {form.name} format has no plain ResNets; write google or bigvision'
+    right = f'the {form.name} format has no plain ResNets; use format=google or bigvision'
     require(form.resnets or isinstance(config, ViTConfig), right)
     wrong = f'head={records.text_of(config.head)}: the {form.name} format has linear heads alone'
     require(config.num_classes is None or config.head == 'linear', f'{wrong}; drop the head')
@@ -113,11 +120,11 @@ def _write_arrays(
         params = kept | {'pos_embedding': table}
         config = dataclasses.replace(config, positions='learned')
         card = dataclasses.replace(card, model=config)
-        notes.append('positions: written as an array')
+        notes.append('positions: written as learned position embeddings')
     layout = layout or form.usual_layout(config)
     ours = _without_class_row(params, layout)
     ours, rounded = _cast(ours, dtype or layout.dtype, rounding=dtype is not None)
-    # Arrays that are absent from the file stay absent while they are zero.
+    # Arrays that the layout leaves out stay absent while they are zero.
     absent = [rule for rule in form.rules(config, layout) if rule.theirs in layout.zeros]
     zeros = [r.theirs for r in absent if not any(np.any(ours.get(name, 0)) for name in r.ours)]
     dtype = next(iter(ours.values())).dtype.name
@@ -137,7 +144,7 @@ def _write_arrays(
     if form.file_name:
         ends = *array_files.ENDINGS, array_files.INDEX, digests.FILE
         others = {f.name for f in place.glob('*') if f.name.endswith(ends)} - {form.file_name}
-        require(not others, f'{place}: holds {", ".join(sorted(others)[:3])}; remove it first')
+        require(not others, f'{place}: contains {", ".join(sorted(others)[:3])}; remove it first')
         make_folder(place)
         for name, content in files.items():
             write_json(place / name, content)
@@ -153,10 +160,15 @@ def _check_comes_back(
     arrays: Mapping[str, np.ndarray],
     files: Mapping[str, dict[str, Any]],
 ) -> list[str]:
-    """Returns a note if readers of the files prepare images otherwise.
+    """Parses what is going to be written, and compares it with the model.
 
-    Raises UserError if they would build another model, or none: arrays do not say all of a model,
-    and are the same with pool=none and with pool=gap.
+    Arrays do not determine a model: they are the same for pool=none and pool=gap, for example.
+
+    Returns:
+      A note if readers of the files would prepare images differently.
+
+    Raises:
+      UserError: If readers would build another model, or would reject the files.
     """
     config, prefix = card.model, layout.prefix
     stored = {
@@ -170,36 +182,34 @@ def _check_comes_back(
         parsed = form.parse(contents, hints)
         match_arrays(form, parsed, stored)
     except UserError as error:
-        raise UserError(f'the {form.name} format has no such model: {error}') from error
+        raise UserError(f'the {form.name} format cannot hold this model: {error}') from error
     names = (*_NOT_STORED, 'image_size') if isinstance(config, ResNetConfig) else _NOT_STORED
     same = {name: getattr(config, name) for name in names if hasattr(config, name)}
     again = records.to_dict(dataclasses.replace(parsed.config, **same))
     if lost := records.differences(records.to_dict(config), again):
-        raise UserError(
-            f'the {form.name} format cannot hold this model: it would come back with {lost[0]}'
-        )
+        raise UserError(f'the {form.name} format would change this model: {lost[0]}')
     own, theirs = card.preprocessing.crop, parsed.preprocessing.crop
     if isinstance(own, CentralCrop) and isinstance(theirs, CentralCrop):
-        theirs = dataclasses.replace(theirs, rounding=own.rounding)  # a pixel at most
+        theirs = dataclasses.replace(theirs, rounding=own.rounding)  # differs by a pixel at most
     is_same = not form.file_name or own == theirs
-    return [] if is_same else [f'programs that load it prepare images by {theirs}, not {own}']
+    return [] if is_same else [f'programs that load it prepare images with {theirs}, not {own}']
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
-    """Our arrays by name, with the class token's position in the token if it has no row."""
+    """Returns arrays by name; without a class row, its position is added to the class token."""
     named = {name: np.asarray(leaf) for name, leaf in tree_names.named_leaves(params).items()}
     if layout.class_row or not {'cls', 'pos_embedding'} <= set(named):
         return named
     row = named['pos_embedding'][:, :1]
-    # If it is zero, exactly the same array is written.
+    # A zero row leaves the token bit-exact.
     return named | ({'cls': named['cls'] + row} if row.any() else {})
 
 
 def _cast(arrays: Params, dtype: str, *, rounding: bool) -> tuple[Params, list[str]]:
-    """Casts arrays (float32), without `rounding` only if the type holds the same values."""
+    """Casts float32 arrays and returns notes; if not `rounding`, only if no value changes."""
     cast = jax.tree.map(lambda array: np.asarray(array).astype(dtype), arrays)
     if all(jax.tree.leaves(jax.tree.map(np.array_equal, cast, arrays))):
         return cast, []
     if rounding:
         return cast, [f'parameters: rounded to {dtype}']
-    return arrays, [f'written as float32: {dtype} would round the parameters']
+    return arrays, [f'parameters: written as float32, because {dtype} would round them']

@@ -28,8 +28,8 @@ L = TypeVar('L', bound=Layout)
 NO_EFFECT = (
     r'_.*|architectures|model_type|transformers_version|(torch_)?dtype|use_(bfloat16|cache)|prefix'
     r'|id2label|label2id|num_labels|problem_type|loss_type|finetuning_task|task_specific_params'
-    r'|initializer_(range|factor)|gradient_checkpointing|chunk_size_feed_forward|torchscript'
-    r'|pruned_heads|attn_implementation|tokenizer_class|(output|return|tf|tie|xla)_\w+'
+    r'|initializer_(range|factor)|gradient_checkpointing|chunk_size_feed_forward|torchscript|license'
+    r'|pruned_heads|attn_implementation|tokenizer_class|(output|return|tf|tie|unsloth|xla)_\w+'
     r'|is_(encoder_)?decoder|(add_)?cross_attention(_hidden_size)?|\w+_(token_id|penalty|words_ids)'
     r'|do_sample|(max|min)_length|num_(beams|beam_groups|return_sequences)|temperature|top_[kp]'
     r'|typical_p|early_stopping|\w*(no_repeat_ngram_size|suppress_tokens)|remove_invalid_values'

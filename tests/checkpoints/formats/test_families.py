@@ -118,12 +118,19 @@ def test_what_is_not_supported_is_refused_by_name(name):
         vit_jax.load(reference.family(name))
 
 
-def test_weights_of_quick_gelu_under_the_plain_name_ask_which():
+def test_weights_of_quick_gelu_under_the_plain_name_ask_which(tmp_path):
+    source = reference.family('clip_timm_openai')
     with pytest.raises(NeedsHint, match='gelu=quick'):
-        vit_jax.load(reference.family('clip_timm_openai'))
+        vit_jax.load(source)
+    quick = load('clip_timm_openai', None, gelu='quick')
     io = reference.family_io('clip_timm_openai', None)
-    found = load('clip_timm_openai', None, gelu='quick').features(io['images'])
+    found = quick.features(io['images'])
     np.testing.assert_allclose(found, io['features_quickgelu'], rtol=0, atol=2e-5)
+    # A repository of the hub may have OpenCLIP's description too.
+    folder = shutil.copytree(source, tmp_path / 'x', copy_function=shutil.copyfile)
+    clip = {'model_cfg': {'quick_gelu': True, 'embed_dim': 8, 'vision_cfg': {}}}
+    (folder / 'open_clip_config.json').write_text(json.dumps(clip))
+    assert vit_jax.load(folder).config == quick.config
 
 
 def test_images_have_the_size_that_the_processor_of_the_checkpoint_makes():

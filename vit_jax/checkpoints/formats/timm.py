@@ -171,7 +171,9 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     arguments = stated.part('model_args')
     arguments.record(_Description, ignored=_NO_EFFECT)  # rejects other arguments
     pretrained = stated.part('pretrained_cfg')
-    parts = itertools.chain(pretrained.items(), stated.items(), arguments.items())
+    clip = contents.description('open_clip_config.json').part('model_cfg')  # of the same repository
+    quick = {'act_layer': 'quick_gelu'} if clip.get('quick_gelu') else {}
+    parts = itertools.chain(*(d.items() for d in (quick, pretrained, stated, arguments)))
     merged = JsonObject({key: value for key, value in parts if value is not None}, stated.where)
     defaults = _DEFAULTS if pretrained or not _IMAGES.isdisjoint(stated) else {}
     described = merged.record(_Description, ignored=_METADATA, defaults=defaults)
@@ -238,8 +240,7 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _De
     is_clip = has_clip_name if name else 'norm_pre.weight' in arrays
     is_undecided = _QUICK.fullmatch(f'{name} {tag}') is not None if name else is_clip
     if is_undecided and described.act_layer is None and hints.gelu is None:
-        way = 'set gelu=quick, as it was trained, or gelu=exact, as timm computes it'
-        raise NeedsHint(f'{name or "no config.json"}: {way}')
+        raise NeedsHint(f'{name or "no config.json"}: set gelu=quick (trained) or exact (timm)')
     gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'
     defaults = Hints(
         num_heads=_HEADS.get(name),

@@ -15,7 +15,7 @@ from vit_jax.studies.results import Row
 
 FILE = """
 from tests import tiny
-from vit_jax.studies.config import Drawing, Grid, Study
+from vit_jax.studies.config import PlotConfig, Grid, Study
 
 def get_config():
     return Study(
@@ -28,7 +28,7 @@ def get_config():
             ),
             'tune': Grid(start_from='train', changes={'total.steps': 2}, axes={'on': {'a': {}}}),
         },
-        draw=Drawing(x='pool'),
+        draw=PlotConfig(x='pool'),
     )
 """
 

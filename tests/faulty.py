@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from tests.steps import hang, raise_error
 from vit_jax import train
 from vit_jax.base import bucket_lease
 from vit_jax.checkpoints.store import Checkpoints
@@ -22,15 +23,6 @@ from vit_jax.cli import app
 from vit_jax.data import loading
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment import training_run
-
-
-def forever():
-    while True:
-        time.sleep(1)
-
-
-def fail():
-    raise RuntimeError('the disk is on fire')
 
 
 def fill_disk():
@@ -44,8 +36,8 @@ def remove_workdir():
 
 
 AT_STEP = {  # what happens once, when the step of this number begins
-    'hang': forever,
-    'fail': fail,
+    'hang': hang,
+    'fail': raise_error,
     'die': lambda: os.kill(os.getpid(), signal.SIGKILL),
     'full_disk': fill_disk,
     'gone': remove_workdir,
@@ -91,7 +83,7 @@ def hang_loader(number, index):
     @replacing(loading.ImageReader, 'examples')
     def _(load, reader, draws, pool):
         if is_here(index) and any(d and d.epoch > 0 for d in draws):
-            forever()
+            hang()
         return load(reader, draws, pool)
 
 
@@ -101,7 +93,7 @@ def stalled_images(number, index):
     @replacing(loading.ImageReader, 'example')
     def _(example, reader, ref):
         stalls = len(reader.source) > 1000 and ref.index % number == 0
-        return forever() if stalls else example(reader, ref)
+        return hang() if stalls else example(reader, ref)
 
 
 def slow_compile(number, index):
@@ -112,12 +104,13 @@ def slow_compile(number, index):
 
 
 def slow_wait(number, index):
-    """Waiting for the last save takes `number` milliseconds longer, and is printed."""
+    """Waiting for the save of step `number` takes 4 s longer, and is printed."""
 
     @replacing(Checkpoints, 'wait')
     def _(wait, checkpoints):
-        print('waiting for the last save', flush=True)
-        time.sleep(number / 1000)
+        if checkpoints.latest_step == number:
+            print(f'waiting for the save of step {number}', flush=True)
+            time.sleep(4)
         wait(checkpoints)
 
 
@@ -127,7 +120,7 @@ def stalled_disk(number, index):
     @replacing(os, 'rename')
     def _(rename, source, target, **more):
         stalls = os.fspath(target).endswith(f'/checkpoints/{number}')
-        return forever() if stalls else rename(source, target, **more)
+        return hang() if stalls else rename(source, target, **more)
 
 
 def nan_memory(number, index):

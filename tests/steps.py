@@ -84,7 +84,7 @@ def raise_unavailable(*_, **__):
 
 if __name__ == '__main__':
     # As root on Linux: a host whose name has no address.
-    if ctypes.CDLL(None).unshare(NEW_HOST_NAME) == 0:
+    if os.sys.platform == 'linux' and ctypes.CDLL(None).unshare(NEW_HOST_NAME) == 0:
         socket.sethostname('no-such-host.invalid')
     connect = processes.connect
     parser = app.new_parser('steps', __doc__)

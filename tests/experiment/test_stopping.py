@@ -51,8 +51,8 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
 
 
 def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
-    with training(tmp_path, 'slow_wait:4000') as (host,):
-        host.wait_for_text('waiting for the last save')  # it takes 4 s
+    with training(tmp_path, 'slow_wait:60') as (host,):
+        host.wait_for_text('waiting for the save of step 60')
         host.signal(signal.SIGTERM)
         assert host.wait() == 0, host.text
     assert steps(tmp_path)[-1] == 60

@@ -60,7 +60,7 @@ def write_digests(folder: Path) -> None:
     for name in files:
         manifest = name.replace('/_METADATA', '/manifest.ocdbt')
         if manifest not in files:
-            raise StorageError(f'{folder}: {manifest} is missing; its arrays cannot be read')
+            raise StorageError(f'{folder}: arrays cannot be read, as {manifest} is missing')
     write_json(folder / FILE, files)
 
 

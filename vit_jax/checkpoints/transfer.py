@@ -80,8 +80,8 @@ def _keep_known_classes(
 ) -> tuple[Params, str | None]:
     """Returns a linear head whose classes keep their old columns by name, and a report line.
 
-    The head is empty unless the old model has at least half of the new classes. A few equal names
-    may be a coincidence, and a mostly new head is better reset entirely.
+    Returns no head (an empty dictionary) if the old model has less than half of the new classes: a
+    few equal names may be a coincidence, and a mostly new head is better reset entirely.
     """
     columns, same = {name: column for column, name in enumerate(old)}, match_names(new, old)
     sources = {column: columns[same[name]] for column, name in enumerate(new) if name in same}

@@ -111,7 +111,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def with_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function for `jax.jit` so that it is traced with this mesh in jax's context.
+    """Wraps a function for `jax.jit` so that this mesh is jax's current mesh during tracing.
 
     Its arguments must be on the devices of the mesh. models/activation_sharding.py reads the
     context.

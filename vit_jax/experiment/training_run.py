@@ -75,7 +75,7 @@ def train(
       NotFinite: If the training diverges. The message has the path of the last good checkpoint.
       Interrupted: If the process was told to stop (SIGTERM, SIGHUP, Ctrl-C), after saving.
     """
-    # The libraries were imported after the process started.
+    # A program's time starts with its process, so that imports are counted.
     clock = Clock(0.0 if job is None else time.time() - psutil.Process().create_time())
     job = job or Job()
     console = make_console(job)

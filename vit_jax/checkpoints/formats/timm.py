@@ -171,7 +171,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     arguments = stated.part('model_args')
     arguments.record(_Description, ignored=_NO_EFFECT)  # rejects other arguments
     pretrained = stated.part('pretrained_cfg')
-    clip = contents.description('open_clip_config.json').part('model_cfg')  # of the same repository
+    clip = contents.description('open_clip_config.json').part('model_cfg')  # may be there too
     quick = {'act_layer': 'quick_gelu'} if clip.get('quick_gelu') and not prefix else {}
     parts = itertools.chain(*(d.items() for d in (quick, pretrained, stated, arguments)))
     merged = JsonObject({key: value for key, value in parts if value is not None}, stated.where)

@@ -47,7 +47,7 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
     only = fitting[0] if len(fitting) == 1 or ending == '.safetensors' else own
     format = named or (own if own in fitting else only)
     known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
-    require(format in fitting, f'{path}: wrong ending for the format {format}; formats: {known}')
+    require(format in fitting, f'{path}: wrong ending for {format}; endings by format: {known}')
     return format
 
 
@@ -112,7 +112,7 @@ def _write_arrays(
     config, notes = card.model, list[str]()
     right = f'the {form.name} format has no plain ResNets; use format=google or bigvision'
     require(form.resnets or isinstance(config, ViTConfig), right)
-    wrong = f'head={records.text_of(config.head)}: the {form.name} format has linear heads alone'
+    wrong = f'head={records.text_of(config.head)}: the {form.name} format stores only linear heads'
     require(config.num_classes is None or config.head == 'linear', f'{wrong}; drop the head')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         table, own = compute_position_table(config, params), position_table_axes(config)

@@ -13,10 +13,10 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import adversary, device
-from benchmarks.adversary import Outcome
+from benchmarks import device, fault_injection
 from benchmarks.communication import Sent, least, sent
 from benchmarks.device import LIMITS, Results
+from benchmarks.fault_injection import Outcome
 from tests import tiny
 from tests.hosts import ROOT, environment
 from vit_jax.distributed import meshes
@@ -113,8 +113,10 @@ def test_the_least_over_tensor_is_a_sum_of_each_branch_forward_and_backward():
     assert least([kernel], mesh, itemsize=2, branches=1000) == of_gradient + of_branches
 
 
-ROWS = {name: attempt for name, (_, attempt) in adversary.rows(2).items()}
-TESTS = {name: row.args for name, row in ROWS.items() if getattr(row, 'func', 0) is adversary.tests}
+ROWS = {name: attempt for name, (_, attempt) in fault_injection.rows(2).items()}
+TESTS = {
+    name: row.args for name, row in ROWS.items() if getattr(row, 'func', 0) is fault_injection.tests
+}
 
 
 @pytest.mark.parametrize('row', TESTS)
@@ -132,9 +134,9 @@ def test_a_row_that_breaks_is_named_and_the_exit_code_says_so(monkeypatch, capsy
         raise OSError('the disk is on fire')
 
     known = {'good': ('x', lambda: Outcome(3, [])), 'bad': ('y', breaking)}
-    monkeypatch.setattr(adversary, 'rows', lambda number: known)
-    assert adversary.run(['good'], 1) == 0
-    assert adversary.run([], 1) == 1
+    monkeypatch.setattr(fault_injection, 'rows', lambda number: known)
+    assert fault_injection.run(['good'], 1) == 0
+    assert fault_injection.run([], 1) == 1
     assert 'OSError: the disk is on fire' in capsys.readouterr().out
     with pytest.raises(SystemExit, match='good, bad'):
-        adversary.run(['ugly'], 1)
+        fault_injection.run(['ugly'], 1)

@@ -74,9 +74,9 @@ def small(program, arguments):
     if program == 'visualize' and not any(a.startswith('--figures') for a in arguments):
         added.append('--figures=filters,positions')  # others compile programs
     added += [flag for name, flag in SMALLER.items() if any(a.startswith(name) for a in arguments)]
-    if any('configs/studies/look_inside.py' in argument for argument in arguments):
+    if any('configs/studies/visualize.py' in argument for argument in arguments):
         added.append('--config.fewshot=none')
-    if any('look_inside.py:resnet' in argument for argument in arguments):
+    if any('visualize.py:resnet' in argument for argument in arguments):
         added.append('--config.model.backbone.blocks=(1,1)')
     if program in ('train', 'finetune') and any(name in a for a in arguments for name in LARGE):
         added += _TINY_MODEL

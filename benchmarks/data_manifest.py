@@ -1,6 +1,6 @@
 """What it costs to notice other data: seconds at the start of a run, and in the background.
 
-Command: PYTHONPATH=. python benchmarks/data_record.py [--images=1281167] [--folder=DIR]
+Command: PYTHONPATH=. python benchmarks/data_manifest.py [--images=1281167] [--folder=DIR]
 
 The folder is made, of empty files in 1,000 classes, where none is given.
 """

@@ -5,7 +5,7 @@ a ViT with a class token, `gap` a ViT with the mean of its tokens, and `resnet` 
 many layers.
 Result: 53 to 65 % test accuracy; docs/visualize.md has the figures.
 Cost: Each training takes 12 minutes on one CPU core.
-Command: python -m vit_jax.train --config=configs/studies/look_inside.py:cls --config.data=DATA \
+Command: python -m vit_jax.train --config=configs/studies/visualize.py:cls --config.data=DATA \
              --workdir=DIR
     --config.model.blocks_without_skips='(2,)' removes the skip connections of a block, and
     --config.train_split='train[:10%]' trains on a tenth of the images for as many steps.

@@ -1,7 +1,8 @@
-"""What a job survives, in seconds: python -m benchmarks.survival > RESULT, some minutes.
+"""Measures what happens after a fault: python -m benchmarks.fault_tolerance > RESULT (minutes).
 
-Two processes over loopback unless said; times are from the fault to the last exit. With --adversary
-the promises are tried instead (benchmarks/adversary.py): the exit code is 1 where one is broken.
+Two processes over loopback unless a row says otherwise; seconds are from the fault to the last
+exit. With --inject_faults, each promise is tried many times instead (fault_injection.py), and the
+exit code is 1 if one is broken.
 """
 
 import argparse
@@ -24,7 +25,7 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.2'
 
 import numpy as np  # noqa: E402
 
-from benchmarks import adversary  # noqa: E402
+from benchmarks import fault_injection  # noqa: E402
 from tests.hosts import hosts  # noqa: E402
 from vit_jax.checkpoints.store import Checkpoints  # noqa: E402
 from vit_jax.experiment.reporter import read_events, sum_seconds  # noqa: E402
@@ -144,12 +145,14 @@ def measure() -> None:
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--adversary', action='store_true', help='try the promises')
+    parser.add_argument(
+        '--inject_faults', action='store_true', help='try each promise many times instead'
+    )
     parser.add_argument('--only', type=lambda text: text.split(','), default=[], metavar='ROW,...')
-    parser.add_argument('--kills', type=int, default=20, metavar='N', help='of one process')
+    parser.add_argument('--kills', type=int, default=20, metavar='N', help='kills of one process')
     arguments = parser.parse_args()
     versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
     print(f'{os.cpu_count()} CPU cores, {versions}\n')
-    if arguments.adversary:
-        sys.exit(adversary.run(arguments.only, arguments.kills))
+    if arguments.inject_faults:
+        sys.exit(fault_injection.run(arguments.only, arguments.kills))
     measure()

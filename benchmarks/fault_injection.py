@@ -1,4 +1,6 @@
-"""What an adversary tries, and what held: python -m benchmarks.survival --adversary.
+"""Injects faults and counts which promises hold.
+
+Command: python -m benchmarks.fault_tolerance --inject_faults
 
 A row is a promise, how often it was tried, and the first case that broke it. Most rows count tests;
 the others try more than a test may take: kills at any moment of a run's life, each kind of damage
@@ -246,7 +248,7 @@ def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
         'ends': row('SIGTERM and other ends, hangs', RUNS, '-k=sigterm or hangs or test_stopping'),
         'not-finite': row('NaN, in both or in one of two', RUNS, '-k=finite or poisoned'),
         'evaluation': row('1 to 359 images, by two processes', HOSTS, '-k=counts_every_image'),
-        'changes': row('other data or values than before', RUNS, '-k=differ or test_data_record'),
+        'changes': row('other data or values than before', RUNS, '-k=differ or test_data_manifest'),
         'pickles': row('pickles that would be executed', FORMATS, '-k=pickle'),
         'bombs': row('images that declare too many pixels', READING[1], '-k=more_pixels'),
         'records': row('damage to stored records', READING[1], '-k=noticed'),

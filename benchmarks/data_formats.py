@@ -1,6 +1,6 @@
 """Are batches the same however images are stored? A folder, TFDS ArrayRecord, TFDS TFRecord.
 
-python -m benchmarks.three_ways FOLDER [--steps=400]
+python -m benchmarks.data_formats FOLDER [--steps=400]
 
 Prepares the folder as TFDS sets in a temporary directory, in the folder's order, and prints a
 digest of the batches of each: images, labels, and what augmentation makes of them.

@@ -1,6 +1,6 @@
 """What figures of ViT-B/16 cost: time of the ViT paper's, memory of CKA of all 74 layers.
 
-python -m benchmarks.look_inside [--cka_images=10240]
+python -m benchmarks.visualize_speed [--cka_images=10240]
 
 The network has random parameters, the images are noise: neither changes the cost. Each command is
 a process of its own, whose largest resident memory the system tells.

@@ -35,13 +35,13 @@ def _print_variant(rows: list[Row], name: str, download: bool) -> None:
     """Prints the checkpoints of a variant, and the picked one with its fine-tuned versions."""
     picked = published.pick_checkpoint(rows, name)
     for row in published.list_variant(rows, name):
-        print(f'{row.final_val:8.4f}  {row.ds:<12} {row.filename}')
+        print(f'validation accuracy {row.final_val:.4f}  {row.ds:<12} {row.filename}')
     address = f'{AUGREG_FOLDER}/{picked.filename}.npz'
-    print(f'picked    {address}')
+    print(f'selected  {address}')
     for row in published.list_fine_tunings(rows, picked.filename):
         accuracies = f'{row.adapt_final_val:.4f} validation, {row.adapt_final_test:.4f} test'
         where = f'{row.adapt_ds} {row.adapt_resolution}'
-        print(f'  tuned   {where}: {accuracies}  {row.adapt_filename}')
+        print(f'  fine-tuned on {where}: {accuracies}  {row.adapt_filename}')
     if download:
         short = {file.address: short for short, file in FILES.items()}
         local = remote.local(short.get(address, address))
@@ -52,9 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('augreg', __doc__)
     parser.add_argument('name', nargs='?', metavar='NAME', help='variant, such as B/16')
-    text = f'another copy of the index; default: {INDEX}'
+    text = f'file or URL of the AugReg index; default: {INDEX}'
     parser.add_argument('--index', default=INDEX, metavar='FILE.csv', help=text)
-    parser.add_argument('--download', action='store_true', help='download the picked file')
+    parser.add_argument('--download', action='store_true', help='download the selected file')
     return parser
 
 

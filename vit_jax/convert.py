@@ -40,9 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('convert', __doc__)
     parser.add_argument('input', metavar='IN', help='checkpoint to convert')
-    parser.add_argument('output', metavar='OUT', help='file (huggingface, vit_jax: directory)')
-    parser.add_argument('--format', choices=NAMES, help='format of OUT; default: see above')
-    text = 'type of the parameters in OUT; bfloat16 rounds them (no npz files); default: as in IN'
+    parser.add_argument('output', metavar='OUT', help='file or directory to write (see above)')
+    parser.add_argument('--format', choices=NAMES, help='default: as IN, or by the ending of OUT')
+    text = 'type of the parameters in OUT (bfloat16: rounded, not in npz files); default: as in IN'
     parser.add_argument('--dtype', choices=['float32', 'bfloat16'], help=text)
     parser.add_argument('--overwrite', action='store_true', help='replace OUT if it exists')
     app.add_checkpoint_flags(parser)

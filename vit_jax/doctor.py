@@ -80,7 +80,7 @@ def _check_devices(job: Job) -> None:
     mesh = meshes.make_mesh(meshes.MeshConfig())
     ones = meshes.put(np.ones(len(everyone), np.float32), meshes.batch_sharding(mesh))
     total = float(jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))(ones))
-    require(total == len(everyone), f'sum over {len(everyone)} devices: got {total}')
+    require(total == len(everyone), f'sum over devices: got {total}; expected {len(everyone)}')
     _say('collective', f'sum over {len(everyone)} devices in {time.monotonic() - start:.1f} s')
 
 
@@ -120,7 +120,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
         _say('length', plural(experiment.length.total_steps, 'step'))
         job.reset_watchdog()
         training_run.lower_update(experiment, training_run.abstract_state(experiment))
-        _say('step', 'traced: model, loss and update fit together')
+        _say('step', 'traced (model, loss and optimizer update)')
         if experiment.start is not None and not has_begun:
             job.reset_watchdog()
             experiment.transfer_params(experiment.start, jax.eval_shape(experiment.init).params)

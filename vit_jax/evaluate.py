@@ -70,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
         text = f'{trained:,} of these {plural(len(source), "image")} are training images'
         print(f'warning: {text}; their accuracy says nothing about new images')
     for gap in origin.gaps if origin else []:
-        print(f'warning: {gap}; some training images may be missed')
+        print(f'warning: {gap}; further images may be training images')
     print()
     print('\n'.join(_describe_report(report)))
     if arguments.out:
@@ -149,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = app.new_parser('evaluate', __doc__)
     parser.add_argument('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
     parser.add_argument('--data', required=True, metavar='DATA', help=f'labeled images: {EXPECTED}')
-    text = 'split or slice, such as train[90%%:]; default: as evaluated by the run, else test'
+    text = 'split or slice, such as train[90%%:]; default: as in the run of CHECKPOINT, else test'
     parser.add_argument('--split', metavar='NAME', help=text)
     text = "file with labels that replace the data's labels, such as ReaL's real.json"
     parser.add_argument('--labels', metavar='FILE.json', help=text)

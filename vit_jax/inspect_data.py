@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
     write_json(folder / SUMMARY, values | {'shared': shared})
     print(f'details        {folder / SUMMARY}')
     if problems:
-        print('\n  '.join(['training would be rejected:', *problems]))
+        print('\n  '.join(['training would stop with:', *problems]))
     return 1 if problems else 0
 
 

@@ -48,13 +48,13 @@ def main(arguments: argparse.Namespace) -> int:
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
     best = (batch_size, result) if isinstance(result, StepMemory) else None
     if arguments.largest:
-        print('searching the largest batch: takes minutes', file=sys.stderr, flush=True)
+        print('searching for the largest batch, which takes minutes', file=sys.stderr, flush=True)
         # With a length in epochs, a larger batch could have fewer steps than the warm-up.
         steps = Duration(steps=experiment.length.total_steps)
         config = dataclasses.replace(memory_plan.with_remat_policy(config, policy), total=steps)
         best = memory_plan.find_largest_batch(config, where, result)
     if best is None:
-        print('does not fit: use more devices, a smaller batch (--largest searches it), ', end='')
+        print('does not fit: use more devices, a smaller batch (--largest finds it), ', end='')
         print('--config.accumulation_steps or --config.mesh.fsdp')
         return 1
     largest, memory = best
@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in ('num_classes', 'classes'), ('num_images', 'training images'):
         text = f'number of {text}; default: as in the data'
         parser.add_argument(f'--{name}', type=app.positive_int, metavar='N', help=text)
-    parser.add_argument('--largest', action='store_true', help='also search the largest batch')
+    parser.add_argument('--largest', action='store_true', help='also search for the largest batch')
     return parser
 
 

@@ -175,9 +175,9 @@ def make_parser() -> argparse.ArgumentParser:
     add('images', metavar='IMAGE', nargs='+', help='image files, or folders of images')
     text = 'classes per image; default: 5, or all above 50%% after training with a sigmoid loss'
     add('--top', type=app.positive_int, metavar='N', help=text)
-    add('--format', choices=['text', 'csv', 'jsonl'], help='default: by ending of FILE, or text')
+    add('--format', choices=['text', 'csv', 'jsonl'], help='default: ending of --output, or text')
     add('--output', type=app.local_path, metavar='FILE', help='file to write; default: stdout')
-    add('--class_names', metavar='FILE', help='class names, one per line; default: as stored')
+    add('--class_names', metavar='FILE', help='class names, one per line; default: in CHECKPOINT')
     add('--features', type=app.local_path, metavar='OUT.npz', help='write features and paths')
     add('--overwrite', action='store_true', help='replace existing files of --output, --features')
     app.add_image_flags(parser)

@@ -313,7 +313,7 @@ def _head_remarks(card: Card, params: Params) -> list[str]:
     elif card.is_regression:
         lines.append(_REGRESSES)
     elif card.loss not in (None, 'softmax', 'sigmoid'):
-        lines.append(f'trained with {card.loss}: probabilities are the softmax of the logits')
+        lines.append(f'trained with the loss {card.loss}: probabilities are softmax of the logits')
     return lines
 
 

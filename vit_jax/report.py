@@ -25,7 +25,7 @@ from vit_jax.studies.history import History
 _DASHES = '-', '--', '-.', (0, (6, 1.5, 1, 1.5, 1, 1.5))
 _MAX_EVENTS = 100
 _WHOLE = (
-    'Dotted: augmented training images since the last report. Other lines: evaluations of a split.'
+    'Dotted: mean over augmented training images since the last report. Others: evaluated splits.'
 )
 _FEWSHOT = 'Accuracy of probes on frozen features; linear accuracies are means over seeds.'
 _NORM = 'Before clipping. A norm that grows over many steps often precedes divergence.'

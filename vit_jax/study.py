@@ -121,7 +121,7 @@ def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun
     for run in runs:
         missing = {*study.grids[run.grid].measures} - {*measured.get(run.name, {})}
         if missing and run.name in measured:
-            print(f'warning: {run.name}: {workdirs.METRICS} has no {missing} at the used step')
+            print(f'warning: {run.name}: {workdirs.METRICS} has no {missing} at the last/best step')
     rows = results.make_rows(study, runs, measured)
     text = results.format_tables(study, rows)
     print(f'\n{text}')

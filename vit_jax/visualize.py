@@ -137,7 +137,7 @@ def name_networks(paths: Sequence[str]) -> list[str]:
         names = [re.sub(r'[^\w.+-]', '_', name)[-_LONGEST:] for name in whole]
         if len({*names}) == len(names):
             return names
-    raise UserError(f'got a checkpoint twice: {", ".join(paths)}')
+    raise UserError(f'{", ".join(paths)}: expected distinct checkpoints')
 
 
 def _make_section(
@@ -177,7 +177,7 @@ def make_parser() -> argparse.ArgumentParser:
     add('--split', metavar='NAME', help=text)
     text = 'directory for the page, its pictures and their numbers'
     add('--out', required=True, type=app.local_path, metavar='DIR', help=text)
-    add('--figures', metavar='NAME,...', help=f'default: all ({", ".join(NAMES)})')
+    add('--figures', metavar='NAME,...', help=f'figures to draw; default: all ({", ".join(NAMES)})')
     text = 'maximum number of images, evenly spread over the data; default: 256'
     add('--num_images', type=app.positive_int, default=256, metavar='N', help=text)
     app.add_image_flags(parser)

@@ -45,7 +45,7 @@ def test_the_body_is_kept_and_the_head_is_new_and_zero():
     body = [name for name in leaves if not name.startswith('head/')]
     for name in body:
         np.testing.assert_array_equal(leaves[name], old_leaves[name])
-    assert result.report[0].startswith(f'{len(body)} of {len(body)} parameter arrays loaded')
+    assert result.report[0].startswith(f'{len(body)} of {len(body)} arrays loaded')
     assert 'head: reset to zero, for 3 classes' in result.report
     assert 'pre_logits: dropped with the pre-trained head' in result.report
     assert not build(new).apply(result.params, tiny.images(config=new)).any()

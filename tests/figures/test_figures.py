@@ -192,7 +192,7 @@ def test_probes_need_labels_and_a_few_images_of_each_class():
     series = dict(zip(found['series'].tolist(), found['accuracy'], strict=True))
     # The embedding of the class token is the same for all images.
     assert series['n0: class token'][0] < 0.25 < 0.3 < np.nanmax(found['accuracy'])
-    assert np.isfinite(series['n1: mean of places']).sum() == 4  # root and three units
+    assert np.isfinite(series['n1: mean of positions']).sum() == 4  # root and three units
     with pytest.raises(UserError, match='2 images'):
         compute('probes', *opened(VIT, images=2))
     digits = make_opener()('digits', 'test')

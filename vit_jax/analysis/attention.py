@@ -79,4 +79,4 @@ def require_tokens(n: int, grid: tuple[int, int], *, prefix: int) -> None:
     """Raises UserError unless n is `prefix` plus the number of patches in the grid."""
     rows, columns = grid
     fits = prefix >= 0 and n == prefix + rows * columns
-    require(fits, f'got {n} tokens; expected prefix={prefix} plus {rows}x{columns} patches')
+    require(fits, f'got {n} tokens; expected {prefix} prefix tokens and {rows}x{columns} patches')

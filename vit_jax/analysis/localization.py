@@ -22,7 +22,7 @@ def split_into_patches(
     b, h, w, c = images.shape
     rows, columns = grid
     fits = h % rows == 0 and w % columns == 0
-    require(fits, f'images have {h}x{w} pixels; expected a multiple of the grid {rows}x{columns}')
+    require(fits, f'images: got {h}x{w} pixels; expected a multiple of the grid {rows}x{columns}')
     cut = jnp.asarray(images).reshape(b, rows, h // rows, columns, w // columns, c)
     return cut.transpose(1, 3, 0, 2, 4, 5).reshape(rows * columns, b, -1)
 

@@ -76,7 +76,7 @@ class Lease:
         self._text, self._renewing = holder, threading.Lock()
         self._object = ConditionalObject(path)
         self._wait_until_stale()
-        self._renew('is in use by')
+        self._renew('is used by')
         self._released = _run_periodically(self._renew, LEASE / 4)
 
     def check(self) -> None:
@@ -88,7 +88,7 @@ class Lease:
         if not 0 <= time.time() - self._renewed < LEASE * 3 / 4:
             self._renew()
 
-    def _renew(self, problem: str = 'lost its lease; the holder is now') -> None:
+    def _renew(self, problem: str = 'is no longer locked by this run, but by') -> None:
         with self._renewing, usable(self._path):
             start = time.time()
             if not self._object.write(self._text):
@@ -109,7 +109,7 @@ class Lease:
         generation, end = self._object.generation, time.monotonic() + LEASE
         while time.monotonic() < end and self._object.read() is not None:
             if self._object.generation != generation:
-                raise UserError(f'{self._where} is in use by {self._holder()}')
+                raise UserError(f'{self._where} is used by {self._holder()}; use another --workdir')
             time.sleep(LEASE / 20)
 
     def _holder(self) -> str:
@@ -139,7 +139,7 @@ class GrowingObject:
         with self._uploading, usable(self.name):
             text = self._text
             if text != self._uploaded and not self._object.write(text):
-                raise UserError(f'{self.name}: another run has written this file; stopping')
+                raise UserError(f'{self.name}: another run writes it; start one run per --workdir')
             self._uploaded = text
 
     def close(self) -> None:

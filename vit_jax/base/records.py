@@ -206,7 +206,7 @@ class UnresolvedFunction:
     name: str  # MODULE:NAME
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        raise UserError(f'function {self.name}: the file stores only its name, not its code')
+        raise UserError(f'function {self.name}: JSON stores only its name; use --config=FILE.py')
 
 
 def text_of(value: str | Callable[..., Any]) -> str:

@@ -113,8 +113,8 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
 def require_exists(file: Path) -> None:
     """Raises MissingFile if a file that a run has written to a disk no longer exists."""
     if not is_remote(file) and not file.exists():
-        gone = f'workdir {file.parent}: {file.name} was removed or renamed during the run'
-        raise MissingFile(f'{gone}, or the directory was; restore it, or start again')
+        gone = f'workdir {file.parent}: the directory or its {file.name} was removed or renamed'
+        raise MissingFile(f'{gone} during the run; restore it, or start again')
 
 
 @contextlib.contextmanager
@@ -178,7 +178,7 @@ def try_lock(file: IO[Any]) -> bool:
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
-        logging.warning('%s: this file system has no locks; start only one run', file.name)
+        logging.warning('%s: file system without locks; start only one run per workdir', file.name)
     return True
 
 

@@ -109,7 +109,7 @@ def _download_repository(repository: str, revision: str | None) -> Local:
     try:
         from huggingface_hub import constants, snapshot_download
     except ImportError as error:
-        raise UserError("needs huggingface_hub: pip install 'vit_jax[hub]'") from error
+        raise UserError("needs huggingface_hub; run pip install 'vit_jax[hub]'") from error
     url = redact_url(f'{constants.ENDPOINT}/{repository}')
     for file in WEIGHTS:  # the first kind of weights that the repository has
         stem, _, ending = file.partition('.')

@@ -27,7 +27,7 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     """
     if old.grid == new.grid:
         return {}
-    text = f'{old.positions} positions cannot be resized from the grid {old.grid} to {new.grid}'
+    text = f'positions={old.positions}: cannot be resized from grid {old.grid} to {new.grid}'
     require(old.positions not in FIXED_GRID, text)
     resized = {}
     for name, (has_rows, has_columns) in position_table_axes(old).items():

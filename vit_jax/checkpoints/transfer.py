@@ -59,7 +59,7 @@ def transfer(
     target = {name: leaf for name, leaf in expected.items() if name not in {*head, *masked}}
     tree_names.compare_leaves(body, target, where='start_from')
     numbers = sum(math.prod(leaf.shape) for leaf in body.values())
-    report.insert(0, f'{len(body)} of {len(target)} parameter arrays loaded, {numbers:,} numbers')
+    report.insert(0, f'{len(body)} of {len(target)} arrays loaded, {numbers:,} parameters')
     if head:
         linear = old.head == new.head == 'linear' and not tanh
         names = class_names if class_names and linear else ((), ())
@@ -92,7 +92,7 @@ def _keep_known_classes(
         return {}, None
     count = f'{len(sources)} of {len(new)} classes'
     if 2 * len(sources) < len(new):
-        return {}, f'head: reset to zero; the pre-trained head has only {count} by name'
+        return {}, f'head: reset to zero; only {count} have the name of a pre-trained class'
     target, source = np.array([*sources]), [*sources.values()]
     kept = {
         name: jnp.asarray(leaf).at[..., target].set(np.asarray(found[name])[..., source])

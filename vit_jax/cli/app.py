@@ -169,8 +169,7 @@ def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    text = 'print every error with its traceback'
-    parser.add_argument('--traceback', action='store_true', help=text)
+    parser.add_argument('--traceback', action='store_true', help='print tracebacks of errors')
     return parser
 
 
@@ -186,10 +185,10 @@ def add_config_flags(
     parser.config_kind = kind
     text = 'Python file that defines get_config(ARGUMENT), or the config.json of a work directory'
     parser.add_argument('--config', required=required, metavar='FILE[:ARGUMENT]', help=text)
-    text = 'set any field of the configuration, such as --config.seed=1; none unsets it'
+    text = 'set any field of the configuration, such as --config.seed=1; the VALUE none unsets it'
     parser.add_argument('--config.FIELD', default=argparse.SUPPRESS, metavar='VALUE', help=text)
     if workdir:
-        text = 'directory for checkpoints and metrics'
+        text = 'output directory (of a training run: checkpoints and metrics)'
         parser.add_argument('--workdir', required=required, metavar='DIR', help=text)
     text = 'show this help, and the type, default and meaning of all fields of the configuration'
     parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
@@ -211,7 +210,7 @@ def new_job_parser(
     text = 'resume even if the configuration has changed'
     parser.add_argument('--accept_config_changes', action='store_true', help=text)
     if trains:
-        text = 'resume even if the data have changed'
+        text = 'resume even if the data has changed'
         parser.add_argument('--accept_data_changes', action='store_true', help=text)
         text = 'write a profile of steps N+1 to M to WORKDIR/profile'
         parser.add_argument('--profile_steps', type=_step_range, metavar='N:M', help=text)
@@ -221,15 +220,16 @@ def new_job_parser(
 
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of jobs with several processes (see docs/multi_host.md)."""
-    add = parser.add_argument_group('several hosts (detected in a cluster)').add_argument
-    add('--distributed', choices=['auto', 'off'], default='auto', help='off: a single process')
-    add('--coordinator_address', metavar='HOST:PORT', help='address of process 0')
-    add('--num_processes', type=int, metavar='N', help='number of processes on all hosts')
-    add('--process_id', type=int, metavar='I', help='number of this process, from 0')
+    add = parser.add_argument_group('several hosts').add_argument
+    text = 'auto: connect to the other processes of a detected cluster; off: run a single process'
+    add('--distributed', choices=['auto', 'off'], default='auto', help=text)
+    add('--coordinator_address', metavar='HOST:PORT', help='address of process 0; else detected')
+    add('--num_processes', type=int, metavar='N', help='processes on all hosts; else detected')
+    add('--process_id', type=int, metavar='I', help='index of this process, from 0; else detected')
     for name, text in {
-        'start_seconds': 'time to wait for the other processes (default: %(default)g)',
-        'heartbeat_seconds': 'silence after which a process counts as dead (default: %(default)g)',
-        'watchdog_seconds': 'exit if no step, batch or save ends in time (default: %(default)g)',
+        'start_seconds': 'seconds to wait for the other processes (default: %(default)g)',
+        'heartbeat_seconds': 'seconds until a silent process counts as dead (default: %(default)g)',
+        'watchdog_seconds': 'exit if a step, batch or save takes S seconds (default: %(default)g)',
     }.items():
         add(f'--{name}', type=float, default=getattr(Launch, name), metavar='S', help=text)
 
@@ -255,8 +255,8 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     add('--grid', type=_pair, metavar='H,W', help='grid of the position embeddings, in patches')
     add('--num_heads', type=positive_int, metavar='N', help='number of attention heads')
     add('--gelu', choices=['tanh', 'exact', 'quick'], help='formula of the GELU in MLPs')
-    add('--layer_norm_epsilon', type=float, metavar='E', help='added to the variance in LayerNorm')
-    add('--head', metavar='FILE.py:FUNCTION', help='function that creates the custom head')
+    add('--layer_norm_epsilon', type=float, metavar='E', help='epsilon in LayerNorm')
+    add('--head', metavar='FILE.py:FUNCTION', help='function from num_classes to a flax head')
     add = parser.add_argument_group('changes to the model').add_argument
     add('--image_size', type=_pair, metavar='H,W', help='in pixels; resizes position embeddings')
     add('--patch_size', type=_pair, metavar='H,W', help='in pixels; resizes the patch embedding')

@@ -170,7 +170,7 @@ class Preprocessing(Record):
     std: tuple[float, float, float] = (127.5, 127.5, 127.5)  # divides the difference
 
     def check(self) -> None:
-        require(not self.crop.random, 'crop: random; set random crops with augmentation.crop')
+        require(not self.crop.random, 'crop: got a random crop; set it as augmentation.crop')
         require_between(self, 'mean', low=0, high=255)
         require_between(self, 'std', low=0.1, high=10_000)
         for name in 'mean', 'std':  # at least 1 in pixel values, or a mean of 0

@@ -224,7 +224,7 @@ def make_loader(
     pool = futures.ThreadPoolExecutor(config.threads or count_cores())
     fits = len(reader.source) * math.prod(reader.size) * 3 / 2**20 <= config.device_mb
     if reader.crop.random:
-        wrong = f'placement=device does not support {type(reader.crop).__name__}'
+        wrong = f'placement=device: expected auto or host with {type(reader.crop).__name__}'
         require(config.placement != 'device', f'{wrong}, because random crops differ by epoch')
     elif config.placement == 'device' or (config.placement == 'auto' and fits):
         with pool:

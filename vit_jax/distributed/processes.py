@@ -44,7 +44,7 @@ _NOTICING = 1.5  # seconds until all processes have read a notice
 _UNLIMITED = 10**9  # timeout in milliseconds: watchdog and heartbeats limit the time instead
 _NOTICE, _TICKS = 'vit_jax_notice', 'vit_jax_ticks'  # a key, and a folder of keys
 _CLUSTER = (
-    "srun, mpirun, TPU hosts or Kubernetes (pip install 'jax[k8s]'), or all of "
+    "a start by srun or mpirun, TPU hosts or Kubernetes (pip install 'jax[k8s]'), or all of "
     '--coordinator_address, --num_processes, --process_id; --distributed=off runs a single process'
 )
 _RESUME = 'the same command resumes from the newest checkpoint'
@@ -247,7 +247,7 @@ class Job:
             if time.monotonic() > self._deadline:
                 faulthandler.dump_traceback()
                 time.sleep(_NOTICING)  # so that the other processes print their stacks, too
-                why = 'no step, batch or save ended in time (--watchdog_seconds)'
+                why = 'no step, batch or save ended within --watchdog_seconds'
                 self._stop(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}')
             with contextlib.suppress(TimeoutError, KeyError):  # no signal, or not in _CODES
                 self._on_signal(signal.Signals(wakeup.recv(1)[0]))

@@ -88,7 +88,7 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
         return []
     places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
     local = {n: _bytes(leaf, places[n].shard_shape(leaf.shape)) for n, leaf in leaves.items()}
-    lines = [f'mesh {describe(mesh)}; split parameters, mesh axes, megabytes per device:']
+    lines = [f'mesh {describe(mesh)}; sharded parameters, mesh axes, megabytes per device:']
     replicated = []
     for name in [name for name in leaves if name.startswith('params/')]:
         if split := ', '.join(f'{a} on axis {n}' for n, a in enumerate(places[name].spec) if a):

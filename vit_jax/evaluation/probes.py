@@ -102,7 +102,7 @@ def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: int) -> float:
     Raises:
       UserError: If there are fewer training images than `neighbors`.
     """
-    wrong = f'neighbors={neighbors}: expected 1 to {len(train.labels)}, all training images'
+    wrong = f'neighbors={neighbors}: expected 1 to {len(train.labels)} (number of training images)'
     records.require(1 <= neighbors <= len(train.labels), wrong)
     classes, labels = np.unique(train.labels, return_inverse=True)
     training = jnp.asarray(_unit(train.features))

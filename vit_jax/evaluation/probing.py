@@ -116,7 +116,7 @@ def open_probes(
             missing[name] = str(error)
             if len(missing) == len(sets):
                 raise
-            logging.warning('few-shot evaluation without %s: %s', name, error)
+            logging.warning('few-shot evaluation skips %s: %s', name, error)
     return Probes(fewshot, by_name, missing)
 
 
@@ -175,7 +175,7 @@ def _evaluate_probe(features_of: FeatureFn, probe: Probe, config: FewshotConfig)
     if config.logistic is not None:
         fitted = probes.evaluate_logistic(train, test, config.logistic)
         if not fitted.converged:
-            notes.append(f'logistic did not converge in {plural(fitted.iterations, "iteration")}')
+            notes.append(f'logistic regression did not converge by iteration {fitted.iterations}')
         result['logistic'] = fitted._asdict()
     if config.episodes is not None:
         by_shots = episodes.evaluate(test, source.class_names, config.episodes, l2=config.l2)

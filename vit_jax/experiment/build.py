@@ -214,7 +214,7 @@ def open_start(config: TrainConfig) -> Checkpoint | None:
         size = config.image_size or (config.model.image_size if config.model else None)
         return open_checkpoint(config.start_from, config.hints, image_size=size)
     except NeedsHint as error:
-        raise UserError(f'{error} (for a training: --config.hints.NAME=VALUE)') from error
+        raise UserError(f'{error} (in a training run: --config.hints.NAME=VALUE)') from error
 
 
 def resolve_preprocessing(config: TrainConfig, start: Checkpoint | None) -> Preprocessing:

@@ -167,7 +167,7 @@ class Reporter:
         self.record_event('reported', step)
         pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
         left = format_duration(pace * (self._steps.stop - step))
-        self.console.print(f'step {step}/{self._steps.stop}  {text}  left {left}')
+        self.console.print(f'step {step}/{self._steps.stop}  {text}  {left} left')
 
     def _busy_seconds(self) -> float:
         return sum(self.clock.seconds.get(name, 0.0) for name in ('data wait', 'step'))

@@ -229,7 +229,7 @@ def restore_or_init(
     step, end = checkpoints.latest_step, experiment.length.total_steps
     if step is not None:
         where = checkpoints.path(step)
-        require(step <= end, f'{where}: is beyond the last step of config.total, {end}')
+        require(step <= end, f'{where}: expected at most step {end}; set a longer --config.total')
         params, training, progress = checkpoints.restore(step, abstract.split(), shardings.split())
         console.print(f'resuming at step {step} from {where}')
         if step == end:

@@ -116,7 +116,7 @@ def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
         sync(place.parent)
     with (folder / LOCK).open('a+') as file:
         if other := _other_holder(file):
-            raise UserError(f'workdir {folder} is in use by {other}')
+            raise UserError(f'workdir {folder} is used by {other}; wait, or use another --workdir')
         file.truncate(0)
         file.write(_describe_process())
         file.flush()

@@ -35,7 +35,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
     learned, tested = np.split(order, [len(order) // 2])
     tested = tested[np.isin(labels[tested], labels[learned])]
     if len(np.unique(labels[learned])) < 2 or not len(tested):
-        raise UserError(f'{len(labels):,} images are too few for probes')
+        raise UserError(f'{len(labels):,} images are too few for probes; raise --num_images')
 
     def accuracies(features: Float[np.ndarray, 'i d']) -> list[float]:
         test = Labeled(features[tested], labels[tested])
@@ -72,7 +72,7 @@ def _features(
     def of_map(x: Float[Array, 'b h w c']) -> dict[str, Array]:
         places = x.reshape(len(x), -1, x.shape[-1])
         single = places[:, _spread(x.shape[1:3])]
-        return {'mean of places': places.mean(axis=1, keepdims=True), 'single places': single}
+        return {'mean of positions': places.mean(axis=1, keepdims=True), 'single positions': single}
 
     def of_tokens(x: Float[Array, 'b n d']) -> dict[str, Array]:
         patches = x[:, network.vit.prefix :]

@@ -97,8 +97,8 @@ def finding(numbers: Numbers) -> str:
     shares = [[spread(field) for field in numbers[stage]] for stage in ('before', 'after')]
     before, after = np.mean(shares, axis=1)
     return (
-        f'Half of the field is in {shares[1][0]:.0%} of the pixels in the first layer. The mean '
-        f'over layers is {before:.0%} before the skip connection and {after:.0%} after it.'
+        f'In the first layer, half of the field is in {shares[1][0]:.0%} of the pixels. The '
+        f'mean over layers is {before:.0%} before the skip connection and {after:.0%} after it.'
     )
 
 

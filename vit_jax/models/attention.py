@@ -199,7 +199,7 @@ def supports_cudnn(tokens: int, heads: int, head_size: int, dtype: str) -> bool:
         jax.jit(gradient).lower(array, array, array).compile()
     except Exception as error:  # jax raises several types
         reason = str(error).strip().splitlines()[0]
-        logging.warning('cuDNN attention does not compile for %s tokens: %s', tokens, reason)
+        logging.warning('cuDNN attention is not used for %s tokens: %s', tokens, reason)
         return False
     return True
 

@@ -36,7 +36,7 @@ class Grid(Record):
         last = [*self.axes.values()][-1] if self.axes else {}
         for name, averaged in self.means.items():
             unknown = {*averaged} - {*last}
-            require(not unknown, f'means.{name}: {unknown}: expected values of the last axis')
+            require(not unknown, f'means.{name}: got {unknown}; expected values of the last axis')
 
 
 @dataclasses.dataclass(kw_only=True)

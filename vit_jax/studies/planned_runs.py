@@ -52,7 +52,7 @@ def plan_runs(study: Study) -> list[PlannedRun]:
                 runs[key] = run
             combinations = {'-'.join(run.values.values()) for run in by_grid[name]}
             unknown = grid.published.keys() - combinations
-            require(not unknown, f'grids.{name}.published: unknown experiments {unknown}')
+            require(not unknown, f'grids.{name}.published: got {unknown}; expected {combinations}')
     return [*runs.values()]
 
 

@@ -80,7 +80,7 @@ def _outputs(model: ViTConfig, target: Target) -> int:
         return height * width * model.channels
     cells = _CELLS[target]
     fits = height % cells == 0 == width % cells
-    records.require(fits, f'config.objective.target={target}: {size} do not divide by {cells}')
+    records.require(fits, f'config.objective.target={target}: {size} are not divisible by {cells}')
     return cells**2 * NUM_COLORS
 
 

@@ -81,7 +81,7 @@ class JsonObject(dict[str, Any]):
         for name in sorted({*stated} - {*records.field_types(cls)}):
             wrong = f'{self.where}.{name}={stated[name]!r:.80} is not supported'
             is_ignored = re.fullmatch(ignored, name) is not None
-            require(is_ignored, f'{wrong}; remove it if it does not change the model')
+            require(is_ignored, f'{wrong}; remove the key if it does not change the model')
         values = {**defaults, **stated}
         fields = {name: values[name] for name in records.field_types(cls) if name in values}
         return records.from_dict(cls, fields, where=self.where)
@@ -115,7 +115,7 @@ def read_array_file(path: pathlib.Path) -> FileContents:
             with zipfile.ZipFile(path) as archive:
                 is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
                 damaged = archive.testzip() if is_torch else None  # torch compares no checksums
-            require(damaged is None, f'{damaged}: damaged, as its checksum differs')
+            require(damaged is None, f'{damaged}: damaged (wrong checksum); download it again')
             return FileContents(_torch(path) if is_torch else _npz(path))
         if start[8:9] == b'{':
             return _safetensors(path)
@@ -212,8 +212,8 @@ def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
         saved = "torch.save(torch.load('FILE', weights_only=False)['state_dict'], 'weights.pth')"
         raise UserError(
-            f'{held[1] if held else type(error).__name__}: only tensors are unpickled; '
-            f'if you trust the file, convert it: python -c "import torch; {saved}"'
+            f'not loaded ({held[1] if held else type(error).__name__}): only tensors are unpickled'
+            f'; if you trust the file, convert it: python -c "import torch; {saved}"'
         ) from error
     arrays = {}
     for name, tensor in _flatten(loaded, torch.Tensor):

@@ -108,7 +108,7 @@ def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
     elif config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
         read['grid'] = None
     lost = [f'{n}={getattr(config, n)!r}' for n, v in read.items() if getattr(config, n) != v]
-    return [f'npz stores no settings: load this one with {", ".join(lost)}'] if lost else []
+    return [f'npz files store no settings; load this file with {", ".join(lost)}'] if lost else []
 
 
 def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:

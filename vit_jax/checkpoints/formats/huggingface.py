@@ -254,7 +254,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     processor = processor or contents.description('preprocessor_config.json')
     preprocessing, size = huggingface_processor.parse(processor, family)
     remarks = [] if stated else [f'no config.json: assuming the activation and epsilon of {family}']
-    preparation = f'images are prepared as is usual for {family}'
+    preparation = f'images are preprocessed as is usual for {family}'
     remarks += [] if processor else [f'no preprocessor_config.json: {preparation}']
     projects = family == 'clip_vision_model' and config.num_classes is not None
     return ParsedCheckpoint(
@@ -290,7 +290,7 @@ def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> J
     joined = '\n'.join(arrays)
     family = _family_of(lambda ours: _NAMES.get(ours, ours).removeprefix('{block}') in joined)
     if family == 'clip_vision_model' and hints.gelu is None:
-        raise NeedsHint('no config.json; set gelu=quick (OpenAI) or gelu=exact')
+        raise NeedsHint('no config.json states the GELU; set gelu=quick (OpenAI) or gelu=exact')
     layout, usual = Layout(prefix=prefix, family=family), Config(**_FAMILIES[family].defaults)
     defaults = Hints(gelu=_GELUS[usual.hidden_act], layer_norm_epsilon=usual.layer_norm_eps)
     gated: dict[str, Any] = {'gelu': None} if re.search(r'mlp\.(weights_in|gate)', joined) else {}
@@ -368,7 +368,7 @@ def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, di
     """Returns the JSON files. Raises UserError for a head that transformers does not have."""
     values, count = _describe(config, layout), config.num_classes
     has_head = layout.family != 'dinov3_vit' and config.representation_size is None
-    wrong = f'the huggingface format has no head for {layout.family}, or none after a tanh layer'
+    wrong = 'the huggingface format has no head for dinov3_vit and none after a tanh layer'
     require(has_head or count is None, f'{wrong}; use num_classes=None or --drop_head')
     if count is not None and not card.projects:
         labels = card.class_names or [f'LABEL_{i}' for i in range(count)]

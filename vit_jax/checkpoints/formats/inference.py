@@ -146,7 +146,7 @@ def _infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
     heads = hints.num_heads or known.get((depth, width, mlp_dim))
     if heads is None:
         size = f'{depth} layers of width {width} with MLPs of {mlp_dim}'
-        raise NeedsHint(f'no known model has {size}; set num_heads=N, often width / 64')
+        raise NeedsHint(f'unknown number of heads for {size}; set num_heads=N, often width / 64')
     return heads
 
 
@@ -165,7 +165,7 @@ def _infer_grid(
     wrong = f'{table}: {count} positions; expected {math.prod(grid)} for the grid {grid}'
     require(row is not None or known is None, wrong)
     if row is None:
-        raise NeedsHint(f'{count} positions fit several grids; say which with grid=(ROWS, COLUMNS)')
+        raise NeedsHint(f'{count} positions fit several grids; set grid=(ROWS, COLUMNS)')
     return grid, row
 
 

@@ -120,7 +120,7 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
 def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
     """Infers the model of a file without a description."""
     if hints.gelu is None:
-        raise NeedsHint(f'no {_FILE}; set gelu=quick (OpenAI) or gelu=exact')
+        raise NeedsHint(f'no {_FILE} states the GELU; set gelu=quick (OpenAI) or gelu=exact')
     config, _ = inference.infer_config(
         arrays,
         hints,
@@ -164,7 +164,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
         preprocess.preprocessing(preprocess.resize_mode),
         ignored=r'(?!visual\.).*' if prefix else None,  # the text tower
         loss=None if config.num_classes is None else 'contrastive',  # the head is a projection
-        remarks=() if is_described else (f'no {_FILE}: images are prepared as for OpenAI CLIP',),
+        remarks=() if is_described else (f'no {_FILE}: images are preprocessed as by OpenAI',),
     )
 
 
@@ -202,7 +202,7 @@ OPEN_CLIP = Format[Layout](
     parse=_parse,
     rules=_rules,
     usual_layout=lambda config: Layout(prefix='visual.', zeros=(f'visual.{_BIAS}',)),
-    notes=lambda config, card, layout: ['only the image tower: OpenCLIP needs a text tower too'],
+    notes=lambda config, card, layout: ['OpenCLIP also needs a text tower, which is not written'],
     descriptions=lambda *model: {_FILE: _description(*model)},
     file_name='open_clip_model.safetensors',
 )

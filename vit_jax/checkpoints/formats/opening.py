@@ -99,7 +99,7 @@ def open_checkpoint(
     nameless = CARD not in contents.metadata and not card.class_names
     if nameless and card.model.num_classes == 1000 and imagenet_classes.is_in_name(addresses):
         card = dataclasses.replace(card, class_names=imagenet_classes.names())
-        report.append("classes: ImageNet's 1,000, from the checkpoint's name")
+        report.append("class names: ImageNet's, from the checkpoint's name")
     return checkpoint._replace(card=card, report=report, origin=origin)
 
 
@@ -127,7 +127,7 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
     values, folder = store.load_card(local)
     card = records.from_dict(Card, values, where=f'{path}: card')
     summary = inference.summarize(card.model, store.count_params(folder), projects=card.projects)
-    report = [f'{OURS} layout, step {card.step}: {summary}']
+    report = [f'{OURS} format, step {card.step}: {summary}']
 
     read = functools.partial(store.load_params, str(folder))
     return Checkpoint(path, OURS, None, card, report, (), read)
@@ -168,13 +168,13 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
         return transfer.adapt(params, old=config, new=new).params
 
     summary = inference.summarize(config, count, projects=card.projects)
-    report = [*contents.remarks, f'{form.name} layout: {summary}', *parsed.remarks]
+    report = [*contents.remarks, f'{form.name} format: {summary}', *parsed.remarks]
     ignored = *skipped, *contents.ignored
     if ignored:
         some = f'{plural(len(ignored), "array")}, such as {ignored[0]}'
         report.append(f'ignored, not part of the model: {some}')
     if size != config.image_size:
-        report.append(f'image size {size[0]}x{size[1]}, from the description of its preprocessor')
+        report.append(f'image size {size[0]}x{size[1]}, from the JSON file of its preprocessor')
     return Checkpoint(path, form.name, layout, card, report, ignored, read)
 
 

@@ -179,7 +179,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     described = merged.record(_Description, ignored=_METADATA, defaults=defaults)
     if not stated:
         described, models = _assume(arrays)
-        remarks.append(f'no config.json: images are prepared as for {models}')
+        remarks.append(f'no config.json: images are preprocessed as for {models}')
     require(described.architecture != '' or not stated, f'{stated.where}: architecture is missing')
     config, layout = _build_config(prefix, arrays, hints, described)
     # CLIP's projection has no bias; timm stores zeros.
@@ -240,7 +240,7 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _De
     is_clip = has_clip_name if name else 'norm_pre.weight' in arrays
     is_undecided = _QUICK.fullmatch(f'{name} {tag}') is not None if name else is_clip
     if is_undecided and described.act_layer is None and hints.gelu is None:
-        raise NeedsHint(f'{name or "no config.json"}: set gelu=quick (trained) or exact (timm)')
+        raise NeedsHint(f'{name or "CLIP"}: set gelu=quick (as OpenAI) or gelu=exact (as timm)')
     gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'
     defaults = Hints(
         num_heads=_HEADS.get(name),
@@ -301,7 +301,7 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     options = {name: getattr(config, name) for name in _OPTIONS}
     stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]
     stated += ['no_embed_class'] * (not layout.class_row and config.positions == 'learned')
-    note = f'pass to timm.create_model, as the file does not store it: {", ".join(stated)}'
+    note = f'arguments for timm.create_model, not stored in the file: {", ".join(stated)}'
     return [note] if stated else []
 
 

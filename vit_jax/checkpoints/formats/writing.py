@@ -88,7 +88,7 @@ def write_checkpoint(
     if format != OURS and isinstance(model, ViTConfig) and MASKED in params:
         card = dataclasses.replace(card, model=dataclasses.replace(model, patch_outputs=None))
         params = {name: part for name, part in params.items() if name != MASKED}
-        notes.append('mask token and patch head: not written')
+        notes.append('mask token and patch head: not written, as only format=vit_jax stores them')
     make_folder(place.parent)
     if format in (OURS, stablehlo.NAME):
         params, rounded = _cast(params, dtype or 'float32', rounding=True)
@@ -113,7 +113,7 @@ def _write_arrays(
     right = f'the {form.name} format has no plain ResNets; use format=google or bigvision'
     require(form.resnets or isinstance(config, ViTConfig), right)
     wrong = f'head={records.text_of(config.head)}: the {form.name} format stores only linear heads'
-    require(config.num_classes is None or config.head == 'linear', f'{wrong}; drop the head')
+    require(config.num_classes is None or config.head == 'linear', f'{wrong}; pass --drop_head')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         table, own = compute_position_table(config, params), position_table_axes(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
@@ -187,12 +187,12 @@ def _check_comes_back(
     same = {name: getattr(config, name) for name in names if hasattr(config, name)}
     again = records.to_dict(dataclasses.replace(parsed.config, **same))
     if lost := records.differences(records.to_dict(config), again):
-        raise UserError(f'the {form.name} format would change this model: {lost[0]}')
+        raise UserError(f'the {form.name} format changes the model: {lost[0]}; use format=vit_jax')
     own, theirs = card.preprocessing.crop, parsed.preprocessing.crop
     if isinstance(own, CentralCrop) and isinstance(theirs, CentralCrop):
         theirs = dataclasses.replace(theirs, rounding=own.rounding)  # differs by a pixel at most
     is_same = not form.file_name or own == theirs
-    return [] if is_same else [f'programs that load it prepare images with {theirs}, not {own}']
+    return [] if is_same else [f'other programs preprocess images with {theirs}, not {own}']
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:

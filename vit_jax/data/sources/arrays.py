@@ -118,7 +118,7 @@ def _read_class_names(file: Any, splits: Sequence[str], path: str) -> list[str]:
         texts = [n.decode() if isinstance(n, bytes) else str(n) for n in names.tolist()]
         return [text.strip() for text in texts]
     count = max(_count_classes(file[f'{split}_labels']) for split in splits)
-    text = f'{path}: labels up to {count - 1:,}; expected smaller ones, or an array class_names'
+    text = f'{path}: label {count - 1:,}; expected below {_MOST_CLASSES}, or an array class_names'
     require(count <= _MOST_CLASSES, text)
     return [str(number) for number in range(count)]
 

@@ -291,10 +291,10 @@ def replace_labels(source: Source, path: str) -> Source:
     if isinstance(entries, list):
         require(len(names) == len(entries), f'{path}: {len(entries)} entries, {len(names)} images')
         if not all(name.suffix for name in names):  # TFDS and arrays have another order
-            raise UserError(f'{path}: a list needs images with file names; found {names[0]}')
+            raise UserError(f'{path}: got a list; expected an object with keys like {names[0]}')
         in_order = sorted(name.name for name in names)
         entries = dict(zip(in_order, entries, strict=True))
-    require(isinstance(entries, dict), f'{path}: expected a list, or an object with file names')
+    require(isinstance(entries, dict), f'{path}: expected a list or an object (keys: file names)')
     entries = {str(_as_path(key)): classes for key, classes in entries.items()}
     keys = [_find_key(name, entries, path) for name in names]
     key, uses = collections.Counter(keys).most_common(1)[0]
@@ -367,7 +367,7 @@ def renumber_classes(source: Source, class_names: Sequence[str]) -> Source:
         raise UserError(f'the data and the model have no class in common: {both}')
     uses = collections.Counter(class_names)
     for name in known.values():
-        require(uses[name] == 1, f'{uses[name]} classes of the model have the name {name!r}')
+        require(uses[name] == 1, f'the model has {uses[name]} classes {name!r}; expected one')
     number_of = {name: number for number, name in enumerate(class_names)}
     result = _renumber(source, {a: number_of[b] for a, b in known.items()}, class_names)
     if unknown := [name for name in source.class_names if name not in known]:

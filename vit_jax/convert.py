@@ -1,7 +1,8 @@
 """Converts a checkpoint to another format: python -m vit_jax.convert IN OUT --format=FORMAT.
 
 IN is a vit_jax checkpoint, an npz file of vision_transformer or big_vision, a safetensors or
-PyTorch file of timm, or a Hugging Face directory. Without --format, OUT keeps the format of IN,
+PyTorch file of timm or OpenCLIP, or a Hugging Face directory. OUT is a directory for the formats
+vit_jax, huggingface and open_clip, else a file. Without --format, OUT keeps the format of IN,
 unless the ending of OUT implies another one: timm for .safetensors, stablehlo for .stablehlo.
 
 stablehlo is an exported program that maps photos to probabilities. It needs only jax to run, and

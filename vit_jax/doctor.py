@@ -1,8 +1,8 @@
-"""Checks devices, data and work directory before a training: python -m vit_jax.doctor.
+"""Checks devices, data and work directory before training: python -m vit_jax.doctor.
 
-Start it like the training: same flags, on every host. It connects the processes, compares packages
+Run it on every host with the flags of vit_jax.train. It connects the processes, compares packages
 and code between hosts, and sums one number per device. With --config it opens the data, traces the
-training step and reads the checkpoint of config.start_from, as a training does before it compiles.
+training step and reads the checkpoint of config.start_from, as training does before it compiles.
 With --workdir it also checks that the directory is shared, writable and not used by another
 experiment. --workdir=gs://BUCKET/FOLDER without --config checks the permissions that a run needs.
 """

@@ -2,8 +2,9 @@
 
 CHECKPOINT has any format that vit_jax.load reads. DATA is any value of --config.data. Classes are
 matched by name if the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work
-directory of a run, the default split of the run's data is the one that the run evaluated. --out=DIR
-writes evaluation.json (all metrics, also per class), confusion.npz and confusion.png.
+directory of a run, and DATA is its config.data, the default split is the one that the run
+evaluated. --out=DIR writes evaluation.json (all metrics, also per class), confusion.npz and
+confusion.png.
 """
 
 import argparse

@@ -4,7 +4,7 @@
         --config.data=DATA --workdir=DIR
 
 By default it fits few-shot linear probes; --config.fewshot.* selects shots, seeds, data sets, and
-other probes: kNN, logistic regression, episodes. DIR/fewshot.json receives the protocol and all
+other evaluations: kNN, logistic regression, episodes. DIR/fewshot.json receives the protocol and all
 accuracies.
 """
 

@@ -1,8 +1,8 @@
 """Checks a data set before training: python -m vit_jax.inspect_data --config=FILE --workdir=DIR.
 
 Prints splits, classes, counts, image sizes, unreadable files, duplicate images, and every problem
-that would stop a training. DIR/data.json receives the same. DIR/data.png shows images as evaluation
-and training see them. --config.data=DATA selects the data.
+that would stop training. DIR/data.json receives the same information. DIR/data.png shows images as
+evaluation and training see them. --config.data=DATA selects the data.
 """
 
 import argparse

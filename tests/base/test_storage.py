@@ -146,7 +146,7 @@ def test_a_run_that_was_taken_over_overwrites_nothing(is_answered, bucket, metri
 
 def test_a_held_lease_is_rejected_and_a_released_one_is_free_at_once(lock, hurried, bucket):
     first = Lease(lock, 'run 1')
-    with pytest.raises(UserError, match='gs://bucket/run .* run 1$'):
+    with pytest.raises(UserError, match='gs://bucket/run .* run 1;'):
         Lease(lock, 'run 2')  # a renewal ends the wait
     first.check()
     first.release()
@@ -173,7 +173,7 @@ def test_exactly_one_of_several_runs_takes_over_from_a_dead_one(lock, hurried, b
     for thread in threads:
         thread.join()
     assert len(leases) == 1 and len(errors) == 3
-    assert all(line.endswith(f' {bucket.text("run/.lock")}') for line in errors)
+    assert all(f' {bucket.text("run/.lock")}' in line for line in errors)
     leases[0].check()
     leases[0].release()
 

@@ -236,7 +236,7 @@ def test_positions_of_every_kind_and_place_are_resized(kind, at):
     params, shapes = (jax.eval_shape(build(config).init, key) for config in (old, new))
     params = tiny.random_params(params)
     if kind == 'relative':
-        with pytest.raises(UserError, match='relative positions'):
+        with pytest.raises(UserError, match='positions=relative'):
             adapt(params, old=old, new=new)
         return
     for how in typing.get_args(PositionResize):

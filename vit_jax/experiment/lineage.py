@@ -23,7 +23,7 @@ class SourceRun(NamedTuple):
     held_out: HeldOut  # how data without splits was divided
     split: str  # the evaluated split
     training_images: set[tuple[str, int]]  # (image name within the data, size)
-    gaps: list[str]  # reasons why `find_trained` may miss images
+    gaps: list[str]  # reasons why `find_training_images` may miss images
 
     def choose_split(self, data: str) -> str:
         """Returns the evaluated split if the run used the same data, else `test`."""

@@ -137,7 +137,7 @@ def test_images_have_the_size_that_the_processor_of_the_checkpoint_makes():
     path, io = reference.family('dinov2_hf'), reference.family_io('dinov2_hf', '28x28')
     network = vit_jax.load(path)
     assert network == vit_jax.load(path, image_size=28) and network.config.image_size == (28, 28)
-    assert any('image size 28x28, from the description' in line for line in network.report)
+    assert any('image size 28x28, from the JSON file' in line for line in network.report)
     np.testing.assert_allclose(network.features(io['images']), io['features'], rtol=0, atol=2e-5)
     assert network.preprocess(np.zeros((40, 50, 3), np.uint8)).shape == (28, 28, 3)
 
@@ -201,7 +201,7 @@ def test_a_projection_has_logits_but_no_probabilities(tmp_path):
     card = dataclasses.replace(network.card, preprocessing=Preprocessing())
     other = dataclasses.replace(network, card=card)
     assert len(vit_jax.save(network, tmp_path / 'a', 'open_clip')) == 1
-    assert 'prepare images' in vit_jax.save(other, tmp_path / 'b', 'open_clip')[1]
+    assert 'preprocess images' in vit_jax.save(other, tmp_path / 'b', 'open_clip')[1]
     vit_jax.save(network, tmp_path / 'c', 'huggingface')
     assert 'LABEL' not in (tmp_path / 'c' / 'config.json').read_text()
 

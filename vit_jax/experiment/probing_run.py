@@ -60,6 +60,7 @@ def probe(
     evaluator = features.make_feature_evaluator(model, preprocessing, batches, exact=exact)
 
     values = records.to_dict(config)
+    # Nothing is trained on the data, so a single process does not compare it.
     sources = data_manifest.name_sources(None, [], probes) if job.count > 1 else {}
     with workdirs.open_workdir(path, values, job, accept_changes=accept_changes) as workdir:
         with data_manifest.compare_data(workdir, sources, job):

@@ -163,8 +163,9 @@ def count_multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole')
     """Counts the multiply-adds of a forward pass of one image, in products and convolutions.
 
     The traced program is counted, so new layers need no formula. With `patch_outputs`, the forward
-    pass is `predict_patches`. The operations of a training (table 6) are 3 * 2 * epochs * images
-    times as many: a backward pass costs two forward passes, and a multiply-add is two operations.
+    pass is `predict_patches`. The operations of a training run (table 6) are 3 * 2 * epochs *
+    images times as many: a backward pass costs two forward passes, and a multiply-add is two
+    operations.
     """
     compute = dataclasses.replace(PORTABLE, last_block=last_block)  # fused kernels hide products
     model = build(config, compute=compute)

@@ -259,10 +259,9 @@ def load(
 
     Args:
       path: A local path, or the name of a remote checkpoint (see checkpoints/remote.py).
-      grid, num_heads, gelu, layer_norm_epsilon: Facts that the file may lack. `grid` is the
-        (rows, columns) of the position embeddings.
+      grid, num_heads, gelu, layer_norm_epsilon: Facts that the file may lack (see `Hints`).
       image_size: Resizes position embeddings to this (height, width). 'stored' keeps them. None
-        resizes them to the images of the checkpoint's own preprocessor.
+        resizes them to the image size that the checkpoint's own preprocessor produces.
       patch_size: Resizes the patch embedding to patches of this (height, width).
       channels: Adapts the patch embedding to images with this number of channels.
       num_classes: None removes the head. A number replaces it with a head of zeros.

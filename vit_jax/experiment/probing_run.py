@@ -32,7 +32,7 @@ def probe(
       config: The experiment; `fewshot` and `start_from` must be set.
       path: The work directory.
       accept_changes: Whether the directory may have another configuration.
-      job: This process of a multi-process job; None: a single process.
+      job: This process of a multi-process job; None: a single process, whose data is not compared.
 
     Returns:
       The result, and the path of the file that contains it.
@@ -60,7 +60,6 @@ def probe(
     evaluator = features.make_feature_evaluator(model, preprocessing, batches, exact=exact)
 
     values = records.to_dict(config)
-    # Nothing is trained on the data, so a single process does not compare it.
     sources = data_manifest.name_sources(None, [], probes) if job.count > 1 else {}
     with workdirs.open_workdir(path, values, job, accept_changes=accept_changes) as workdir:
         with data_manifest.compare_data(workdir, sources, job):

@@ -130,10 +130,9 @@ def make_update(
     If the loss or the gradient norm is not finite, the update is skipped: the state keeps its
     values, except for the step counters of state and schedule, and the metric `skipped` is 1.
 
-    `make_loss_sums` describes `loss_sums`. `schedule` is the schedule of the optimizer; it computes
-    the metric `learning_rate`. With `accumulation_steps=k`, gradients of k parts of the batch are
-    summed one after the other, with activations of only one part in memory. Except for the random
-    numbers of dropout and stochastic depth, the update is the same.
+    `make_loss_sums` describes `loss_sums`. The optimizer's `schedule` computes the `learning_rate`
+    metric. With `accumulation_steps=k`, gradients of k parts of the batch are summed one after the
+    other, with activations of one part in memory; the update is the same up to dropout's keys.
     """
 
     @functools.partial(accumulate_gradients, parts=accumulation_steps)

@@ -54,7 +54,7 @@ def next_command(config: TrainConfig, workdir: str) -> str | None:
     """Suggests the command to run next; None if `config.data` cannot be written as a flag.
 
     After pre-training, the command fine-tunes on the same images. After fine-tuning, it evaluates
-    the checkpoint, by default on the split that the run evaluated.
+    the checkpoint. It names no split, so `vit_jax.evaluate` takes the split that the run evaluated.
     """
     if not isinstance(config.data, str):
         return None

@@ -192,15 +192,15 @@ class Block(ViTModule):
         for table in shared, self.position_table('every_layer'):
             x = positions.add(x, table, before=config.num_class_tokens)
         x = activation_sharding.keep_sharded(x)
-        y = z = tap_array(self, 'norm1', self.normalize(x, 'norm1'))
+        y = inputs = tap_array(self, 'norm1', self.normalize(x, 'norm1'))
         if self.num_outputs is not None:
-            x, z = (self._materialize(tokens)[:, : self.num_outputs] for tokens in (x, y))
+            x, inputs = (self._materialize(tokens)[:, : self.num_outputs] for tokens in (x, y))
 
-        attention = Attention(*parts, name='attention')(z, y)
+        attention = Attention(*parts, name='attention')(inputs, y)
         x = self._add_branch(x, attention, own, name='attention')
         if not config.parallel:
-            z = tap_array(self, 'norm2', self.normalize(x, 'norm2'))
-        mlp = Mlp(*parts, name='mlp')(z)
+            inputs = tap_array(self, 'norm2', self.normalize(x, 'norm2'))
+        mlp = Mlp(*parts, name='mlp')(inputs)
         x = self._add_branch(x, mlp, own, name='mlp')
         return tap_array(self, 'tokens', x), None
 
@@ -287,8 +287,8 @@ class Encoder(ViTModule):
         """
         depth, unroll = self.config.depth, int(self.compute.unroll)
 
-        def run(x: Tokens, part: Any, **options: Any) -> FirstTokens:
-            params, own = part
+        def run(x: Tokens, variables: Any, **options: Any) -> FirstTokens:
+            params, own = variables
             block = Block(self.config, self.regularization, self.compute, parent=None, **options)
             return block.apply({'params': params}, x, own, shared)[0]
 

@@ -73,9 +73,9 @@ def _outputs(model: ViTConfig, target: Target) -> int:
     """Returns the number of outputs per patch."""
     (height, width), (rows, columns) = patch_size_in_pixels(model), model.grid
     size = f'patches of {height}x{width} pixels'
-    whole = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
+    is_inside = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
     wrong = f'config.model.image_size={model.image_size}: {size} extend beyond the image'
-    records.require(whole, wrong)
+    records.require(is_inside, wrong)
     if target == 'pixels':
         return height * width * model.channels
     cells = _CELLS[target]

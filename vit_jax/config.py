@@ -36,9 +36,9 @@ def default(kind: type) -> Any:
 class EvalConfig(Record):
     """An evaluation on all images of a split.
 
-    `labels` replaces the labels of the data set: by a JSON file with a list of class numbers per
-    image, such as ReaL's real.json ("Are we done with ImageNet?"), or by a column of a TFDS data
-    set. Images without labels are left out.
+    `labels` names other labels than the data set's: a JSON file with a list of class numbers per
+    image, such as ReaL's real.json ("Are we done with ImageNet?"), or a column of a TFDS data set.
+    Images without labels are left out.
     """
 
     data: str | DataFunction | None = None  # data set; None: the data of the experiment
@@ -70,8 +70,8 @@ class TrainConfig(Record):
     start_from: str | None = None  # checkpoint, in any format, to initialize parameters from
     reuse_head: bool = False  # keep the head of start_from for its classes; false: a new head
     hints: Hints = default(Hints)  # facts about start_from that its files do not contain
-    preprocessing: Preprocessing | None = None  # of images; None: as for start_from, or default
-    augmentation: Augmentation | AugmentFunction = default(Augmentation)  # of training images
+    preprocessing: Preprocessing | None = None  # None: preprocessing of start_from, or default
+    augmentation: Augmentation | AugmentFunction = default(Augmentation)  # random changes to images
 
     # Training.
     total: Duration | None = None  # length of training; None: only few-shot evaluation
@@ -87,7 +87,7 @@ class TrainConfig(Record):
     seed: int = 0  # seed of all random numbers
 
     # Logs, evaluations and checkpoints. An interval is a number of steps, or epoch.
-    log_every_steps: Interval | None = None  # logging interval; None: 50, less for short trainings
+    log_every_steps: Interval | None = None  # logging interval; None: 50, or fewer for short runs
     evals: dict[str, EvalConfig] = default(dict)  # evaluations by name; empty: test on eval_split
     eval_every_steps: Interval | None = None  # interval of evaluations; None: only at the end
     eval_batch_size: int | None = None  # images per batch in evaluations; None: batch_size
@@ -97,7 +97,7 @@ class TrainConfig(Record):
     tensorboard: bool = False  # also write metrics as TensorBoard event files
 
     # Computation. Except for compute.dtype, loader.on_unreadable and loader.max_pixels, these
-    # affect only speed and memory.
+    # fields affect only speed, memory and rounding.
     compute: Compute = default(Compute)  # precision, memory and kernels
     mesh: MeshConfig = default(MeshConfig)  # sharding of batch and parameters over devices
     loader: LoaderConfig = default(LoaderConfig)  # reading of images

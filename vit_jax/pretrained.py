@@ -43,8 +43,8 @@ _REGRESSES = (
     'call `logits` in Python to get its output'
 )
 OutputName = Literal['logits', 'probabilities', 'features']
-# Largest accepted ratio to the largest value that `preprocess` can return. It accepts images with
-# added noise, and rejects values from 0 to 255.
+# Images may have values of up to this factor times the largest value that `preprocess` can return.
+# Images with added noise are then accepted, and images with values from 0 to 255 are rejected.
 _HEADROOM = 8
 
 
@@ -65,7 +65,7 @@ class LoadedModel:
     report: tuple[str, ...] = ('a model without a file',)  # what was read and changed, in lines
     ignored: tuple[str, ...] = ()  # names of arrays in the file that the model does not use
     format: str = opening.OURS  # one of opening.NAMES
-    layout: Layout | None = None
+    layout: Layout | None = None  # variant of the format, to write the file as it was read
     compute: Compute = dataclasses.field(default_factory=lambda: Compute(dtype='float32'))
     origin: tuple[str, ...] = ()  # URL, commit and digests of a downloaded checkpoint
 
@@ -134,11 +134,11 @@ class LoadedModel:
     @functools.cached_property
     def is_classifier(self) -> bool:
         """Whether the model has a trained head for classes."""
-        of_classes = not (self.card.projects or self.card.is_regression)
-        return of_classes and has_trained_head(self.params)
+        has_classes = not (self.card.projects or self.card.is_regression)
+        return has_classes and has_trained_head(self.params)
 
     def require_head(self, *, of_classes: bool = True) -> None:
-        """Raises UserError if there is no trained head, or with `of_classes`, no classifier."""
+        """Raises UserError without a trained head; with `of_classes`, if it has no classes."""
         if self.config.num_classes is None:
             raise UserError('the checkpoint has no head; use its features, or fine-tune it')
         if self.card.projects:
@@ -202,7 +202,7 @@ class LoadedModel:
         return _to_host((logits, self._capture(self.params, images, wanted)))
 
     def _check_images(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
-        """Returns the images as float32. Raises UserError unless they look like `preprocess`'s."""
+        """Returns images as float32. Raises UserError for images that are not preprocessed."""
         is_array = isinstance(images, jax.Array | np.ndarray)
         kind = f'{images.dtype}{list(images.shape)}' if is_array else type(images).__name__
         fits = is_array and images.ndim == 4 and jnp.issubdtype(images.dtype, jnp.floating)
@@ -259,9 +259,9 @@ def load(
 
     Args:
       path: A local path, or the name of a remote checkpoint (see checkpoints/remote.py).
-      grid, num_heads, gelu, layer_norm_epsilon: Facts that the file may lack. `grid` is the
-        (rows, columns) of the position embeddings.
-      image_size: Resizes position embeddings to this (height, width); 'stored' keeps them.
+      grid, num_heads, gelu, layer_norm_epsilon: Facts that the file may lack (see `Hints`).
+      image_size: Resizes position embeddings to this (height, width). 'stored' keeps them. None
+        resizes them to the image size that the checkpoint's own preprocessor produces.
       patch_size: Resizes the patch embedding to patches of this (height, width).
       channels: Adapts the patch embedding to images with this number of channels.
       num_classes: None removes the head. A number replaces it with a head of zeros.
@@ -327,7 +327,7 @@ def save(
 ) -> list[str]:
     """Writes a model in the format in which it was read, or in another format.
 
-    A file of the same format keeps the layout of arrays that was read.
+    A file of the same format keeps the `Layout` that was read.
 
     Args:
       loaded: The model.

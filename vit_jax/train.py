@@ -17,7 +17,7 @@ from vit_jax.experiment import reporter, training_run
 from vit_jax.experiment.workdirs import METRICS
 from vit_jax.training.losses import LossConfig
 
-# Fields that select images. `next_command` repeats those that differ from their defaults.
+# Fields that select images. `next_command` repeats the fields that differ from their defaults.
 _HELD_OUT = 'held_out.fraction', 'held_out.seed'
 _LOADER = 'loader.on_unreadable', 'loader.max_pixels'
 _FIELDS = 'train_split', 'eval_split', 'classes', *_HELD_OUT, *_LOADER
@@ -54,7 +54,7 @@ def next_command(config: TrainConfig, workdir: str) -> str | None:
     """Suggests the command to run next; None if `config.data` cannot be written as a flag.
 
     After pre-training, the command fine-tunes on the same images. After fine-tuning, it evaluates
-    the checkpoint, by default on the split that the run evaluated.
+    the checkpoint. It names no split, so `vit_jax.evaluate` takes the split that the run evaluated.
     """
     if not isinstance(config.data, str):
         return None

@@ -1,6 +1,6 @@
 """Builds an experiment from a configuration: opened data, model, mesh and pure functions.
 
-`build_experiment` calls the functions below it in their order.
+The functions below `build_experiment` are the steps that it calls.
 """
 
 import dataclasses
@@ -82,14 +82,17 @@ class Experiment(NamedTuple):
 
     @property
     def host_choices(self) -> dict[str, Any]:
-        """Choices that may differ between hosts, as JSON values: initial checkpoint and compute."""
+        """Initial checkpoint and compute options as JSON values, to compare them between hosts.
+
+        Both are resolved on each host, so they could differ although the configuration is equal.
+        """
         origin = list(self.start.origin) if self.start else []
         return {'origin': origin, 'compute': records.to_dict(self.compute)}
 
     def export_config(self) -> dict[str, Any]:
         """Returns the configuration as JSON values for the work directory.
 
-        The dtype is resolved, and `start_from` has no secrets of a URL.
+        The dtype is resolved. If `start_from` is a URL, its secrets are removed.
         """
         values = records.to_dict(self.config)
         values['start_from'] = self.start and self.start.path
@@ -115,7 +118,8 @@ class Experiment(NamedTuple):
     def transfer_params(self, start: Checkpoint, fresh: Params) -> Transferred:
         """Reads the parameters of `start` and adapts them to this model.
 
-        `fresh` are the initial parameters of this model, for those that `start` lacks.
+        `fresh` are the initial parameters of this model. Parameters that `start` lacks are taken
+        from them.
         """
         old, new = start.card, self.model.config
         names = (old.class_names, self.train.source.class_names) if self.config.reuse_head else None
@@ -223,7 +227,7 @@ def resolve_preprocessing(config: TrainConfig, start: Checkpoint | None) -> Prep
 
 
 def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
-    """Resolves the model to train: the configuration's or the checkpoint's, with its head.
+    """Resolves the architecture to train: the configuration's or the checkpoint's, with a head.
 
     Args:
       config: The configuration.
@@ -310,7 +314,7 @@ def make_readers(
 
 
 def make_eval_batches(config: TrainConfig, mesh: Mesh) -> Batches:
-    """Makes the batches of evaluations. Training uses the same loaders."""
+    """Makes loaders and batch size of evaluations. Training uses the same loaders."""
     loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
     return Batches(mesh, loader_of, config.eval_batch_size or config.batch_size)
 
@@ -320,10 +324,10 @@ def _make_loss_sums(
 ) -> tuple[LossSums, LossSums]:
     """Makes functions that sum loss and metrics over a batch, for training and for evaluation.
 
-    If training images are multi-label, evaluations measure the mean average precision. Otherwise a
-    prediction is correct if it is any of the classes of an evaluated image.
+    If training images are multi-label, evaluations measure the mean average precision. Otherwise
+    the targets of an evaluated image with several classes are scaled to sum to one (see `of_any`).
     """
-    scale = functools.partial(normalize, preprocessing=preprocessing)
+    normalize_images = functools.partial(normalize, preprocessing=preprocessing)
     if config.objective is not None:
         assert isinstance(model.config, ViTConfig)  # `trained_model` rejects others
 
@@ -331,13 +335,13 @@ def _make_loss_sums(
             return example_keys(updates.make_purpose_key(config.seed, updates.CORRUPT), batch)
 
         make_sums = functools.partial(make_patch_sums, model=model.config, keys_of=keys_of)
-        sums = make_sums(model.predict_patches, config.objective, scale)
+        sums = make_sums(model.predict_patches, config.objective, normalize_images)
         return sums, sums
     loss = make_loss(config.loss)
-    sums = updates.make_loss_sums(model.apply, loss, scale)
+    sums = updates.make_loss_sums(model.apply, loss, normalize_images)
     if train.multi_label:
-        return sums, updates.make_loss_sums(model.apply, loss, scale, rows_of=scores)
-    return sums, updates.make_loss_sums(model.apply, of_any(loss), scale)
+        return sums, updates.make_loss_sums(model.apply, loss, normalize_images, rows_of=scores)
+    return sums, updates.make_loss_sums(model.apply, of_any(loss), normalize_images)
 
 
 def _make_training(
@@ -348,8 +352,8 @@ def _make_training(
     Raises UserError if the optimizer's options do not fit the model or the length.
     """
     schedule = make_schedule(config.schedule, length)
-    rules = make_param_groups(config.optimizer, abstract_params(model.config))
-    optimizer = make_optimizer(config.optimizer, schedule, rules)
+    groups = make_param_groups(config.optimizer, abstract_params(model.config))
+    optimizer = make_optimizer(config.optimizer, schedule, groups)
     averaged = config.ema_decay is not None
     init = updates.make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
     targets = functools.partial(make_targets, num_classes=len(train.class_names))
@@ -358,9 +362,9 @@ def _make_training(
         optimizer,
         schedule,
         augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
-        stop_frozen_gradients=rules.stop_frozen_gradients,
+        stop_frozen_gradients=groups.stop_frozen_gradients,
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
         ema_decay=config.ema_decay,
     )
-    return init, update, rules.report
+    return init, update, groups.report

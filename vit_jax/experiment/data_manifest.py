@@ -3,9 +3,10 @@
 The manifest lists class names, image names, labels and file sizes of each split, in order. Each
 start compares it with the data, to detect data that changed since the first start or differs
 between hosts. Sizes of files beyond the first `MAX_EAGER_SIZES` are compared in the background.
-Images that the run was trained on stay in the manifest, under a split name that starts with
-`TRAINED_PREFIX`, also after the data or the split has changed; `vit_jax.evaluate` reads them
-(lineage.py).
+
+If the data or the split changes, the images that the run was trained on before stay in the
+manifest, under a split name that starts with `TRAINED_PREFIX`. `vit_jax.evaluate` compares them
+with the images that it evaluates (lineage.py).
 """
 
 import contextlib
@@ -30,16 +31,17 @@ from vit_jax.evaluation.probing import Probes
 from vit_jax.experiment.workdirs import MANIFEST, Workdir
 
 MAX_EAGER_SIZES = 16_384  # files per split whose sizes are read before training starts
-TRAINED_PREFIX = 'trained on '  # prefix of the names of training splits
-_BLOCK = 1024  # sizes that are read between two checks of `stop`
+TRAINED_PREFIX = 'trained on '  # prefix of the names of training splits in the manifest
+_BLOCK = 1024  # sizes that the background check reads before it tests whether to stop
 
 
 class SplitManifest(NamedTuple):
     """The images of a split in order, as JSON values.
 
-    A label is a class name, or comma-separated class names. It is a question mark if labels are not
-    in memory; `sizes` then change with the labels too. A size is a file size or a checksum (see
-    `Source.read_sizes`). The sizes of the last images may be missing.
+    A label is a class name, or comma-separated class names. A size is a file size, or a number that
+    changes with the image (see `Source.size_of`). If labels are not in memory, each label is a
+    question mark, and changed labels are detected by the sizes, which depend on image and label.
+    The sizes of the last images may be missing.
     """
 
     class_names: list[str]
@@ -54,7 +56,7 @@ Manifest = dict[str, SplitManifest]
 def name_sources(
     train: ImageReader | None, evals: Iterable[ImageReader], probes: Probes | None
 ) -> dict[str, Source]:
-    """Names the sources of a run: SPLIT, or `SPLIT of DATA` for other data than `train` has."""
+    """Names the sources of a run: SPLIT, or `SPLIT of DATA` if DATA is not the training data."""
     probed = [(one.train, one.test) for one in probes.by_name.values()] if probes else []
     readers = itertools.chain([train] if train else [], evals, *probed)
     main, names = train.source if train else None, dict[str, Source]()
@@ -67,14 +69,14 @@ def name_sources(
 def make_split_manifest(source: Source) -> SplitManifest:
     """Lists the images of a split; reads at most `MAX_EAGER_SIZES` sizes that are not in memory."""
     indices, classes = range(len(source)), source.class_names
-    looks = indices if source.sizes_in_memory else indices[:MAX_EAGER_SIZES]
+    eager = indices if source.sizes_in_memory else indices[:MAX_EAGER_SIZES]
     labels = ['?'] * len(source)
     if source.labels_in_memory and source.multi_label:
         labels = [', '.join(classes[i] for i in row.nonzero()[0]) for row in source.labels]
     elif source.labels_in_memory:
         labels = [classes[label] for label in source.labels.tolist()]
     names = make_names_relative(source.read_names(indices), source.data)
-    return SplitManifest([*classes], names, labels, sizes=source.read_sizes(looks).tolist())
+    return SplitManifest([*classes], names, labels, sizes=source.read_sizes(eager).tolist())
 
 
 def describe_differences(old: SplitManifest, new: SplitManifest) -> list[str]:
@@ -160,7 +162,10 @@ def compare_data(
 
 
 def _update(workdir: Workdir, recorded: Manifest, splits: Manifest, *, accept: bool) -> Manifest:
-    """Writes and returns the new manifest. Raises UserError for changes that are not accepted."""
+    """Updates the manifest of a run, and returns it.
+
+    Raises UserError for changes that are not accepted.
+    """
     changes = _describe_changes(recorded, splits)
     if changes:
         text = f'{workdir.folder}: the data has changed since the run started:'
@@ -173,7 +178,7 @@ def _update(workdir: Workdir, recorded: Manifest, splits: Manifest, *, accept: b
         logging.warning('%s', text)
     updated, step = dict(splits), max(digests.list_steps(workdir.folder / FOLDER), default=0)
     for name, old in recorded.items():
-        if name not in changes:
+        if name not in changes:  # keeps sizes that an earlier start has read
             updated[name] = max(splits.get(name, old), old, key=lambda one: len(one.sizes))
         elif name.startswith(TRAINED_PREFIX):
             updated[f'{name} until step {step}'] = old

@@ -47,7 +47,7 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
     """Finds the run that wrote a checkpoint; None if it is not in a work directory.
 
     Follows `start_from` back through earlier runs. `later` are the work directories that were
-    visited already: a run may have been replaced by one that started from it.
+    already visited. They prevent an endless loop if a run was replaced by one that started from it.
     """
     try:
         folder = checkpoint_folder(checkpoint)
@@ -64,11 +64,11 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         split, start = splits[0] if splits else config['eval_split'], config['start_from']
     trained_on, gaps = set[tuple[str, int]](), list[str]()
     recorded = read_record(workdir / MANIFEST).items()
-    learned = [images for name, images in recorded if name.startswith(TRAINED_PREFIX)]
-    for images in learned:
-        sizes = zip(images.names, images.sizes, strict=False)
-        trained_on |= {(image, size) for image, size in sizes if size != -1}
-    if not learned or any(len(one.sizes) < max(1, len(one.names)) for one in learned):
+    manifests = [one for name, one in recorded if name.startswith(TRAINED_PREFIX)]
+    for manifest in manifests:
+        sizes = zip(manifest.names, manifest.sizes, strict=False)
+        trained_on |= {(image, size) for image, size in sizes if size != -1}  # -1: unknown
+    if not manifests or any(len(one.sizes) < max(1, len(one.names)) for one in manifests):
         gaps.append(f'{workdir / MANIFEST}: missing, damaged or incomplete')
     if start and (earlier := find_source_run(start, later | {workdir})):
         trained_on |= earlier.training_images

@@ -32,7 +32,7 @@ def probe(
       config: The experiment; `fewshot` and `start_from` must be set.
       path: The work directory.
       accept_changes: Whether the directory may have another configuration.
-      job: This process of a multi-process job; None: a single process.
+      job: This process of a multi-process job; None: a single process, whose data is not compared.
 
     Returns:
       The result, and the path of the file that contains it.

@@ -4,10 +4,10 @@ metrics.jsonl has one line of metrics per kind and step, without duplicates afte
 
     {"kind": "train", "step": 50, "time": "2026-11-22T06:25:00+00:00", "run": 1, "seconds": 9.8}
 
-`time` is in UTC, by the clock of the host. `run` counts the starts in this work directory, from 1.
-`seconds` is the time since this start was ready for its first step.
+A run is started again to resume it. `run` is the number of the start, from 1. `time` is in UTC, by
+the clock of the host. `seconds` is the time since this start was ready for its first step.
 
-events.jsonl has one event per line, with the wall time of this start until then by activity:
+events.jsonl has one event per line. `seconds` is the wall time of this start so far, by activity:
 
     {"run": 2, "event": "saving", "step": 300, "time": 1760.1, "seconds": {"step": 50.2}}
 """
@@ -67,7 +67,7 @@ class Reporter:
         self._log_every_steps = length.log_interval(config.log_every_steps)
         self._batch_size = config.batch_size
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
-        # How often unreadable training images were skipped, over all starts of this run.
+        # Number of unreadable training images that were skipped, with repetitions, over all starts.
         self.skipped = progress.get('skipped', 0)
         self.earlier: dict[str, float] = {}  # seconds of earlier starts by activity
         self._folder, self._files = folder, dict[str, Any]()  # open files by name
@@ -170,6 +170,7 @@ class Reporter:
         self.console.print(f'step {step}/{self._steps.stop}  {text}  {left} left')
 
     def _busy_seconds(self) -> float:
+        """Returns the wall time of steps, with waits for data but without saves and evaluations."""
         return sum(self.clock.seconds.get(name, 0.0) for name in ('data wait', 'step'))
 
     def _write(self, kind: str, step: int, numbers: dict[str, Any]) -> None:

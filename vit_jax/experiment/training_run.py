@@ -1,6 +1,6 @@
-"""Runs a training: opens the run, compiles, restores or initializes, trains, evaluates, saves.
+"""Trains: opens the run, compiles, restores or initializes, trains, evaluates and saves.
 
-`train` calls the functions below it in their order; `Run` holds the training in progress.
+`train` calls the functions below it in their order. `Run` is the training run in progress.
 """
 
 import contextlib
@@ -65,17 +65,18 @@ def train(
       accept_changes: Whether to resume a run that has another configuration.
       accept_data: Whether to resume a run although its data changed.
       job: This process of a multi-process job; None: a single process.
-      profile: Steps to profile on process 0. range(3, 6) profiles three steps, from state 3 to 6.
+      profile: Steps to profile on process 0. range(3, 6) profiles the three steps after step 3.
 
     Returns:
       The final state, the newest metrics and the path of the last checkpoint.
 
     Raises:
       UserError: For invalid input, before compilation where possible.
-      NotFinite: If the training diverges. The message has the path of the last good checkpoint.
+      NotFiniteError: If the training diverges. The message has the path of the last good
+        checkpoint.
       Interrupted: If the process was told to stop (SIGTERM, SIGHUP, Ctrl-C), after saving.
     """
-    # A program's time starts with its process, so that imports are counted.
+    # A program passes its job. Its time starts with the process, so that imports are counted.
     clock = Clock(0.0 if job is None else time.time() - psutil.Process().create_time())
     job = job or Job()
     console = make_console(job)
@@ -118,7 +119,7 @@ def open_run(
     """Builds the experiment, opens its work directory, and compares both between processes.
 
     Raises:
-      UserError: For invalid input, as `train` before it compiles.
+      UserError: For invalid input. `train` raises it before compilation.
     """
     if job.count > 1:
         job.require_equal('this run', workdirs.collect_settings(config, path))
@@ -134,7 +135,7 @@ def open_run(
 
 
 class Programs(NamedTuple):
-    """The compiled programs of a run, and their abstract state."""
+    """The compiled programs of a run, and the abstract train state."""
 
     state: TrainState  # shape, type and sharding of each array
     update: Update
@@ -192,16 +193,16 @@ def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Eval
 
 def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
     """Opens the checkpoints of a run. Moves damaged ones aside, with a warning."""
-    folder, check = workdir
+    folder, check_held = workdir
     job.reset_watchdog()
     if job.index == 0:
-        check()  # the run must still own the folder, which is changed next
+        check_held()  # before the folder is changed
         for line in quarantine_damaged(folder):
             logging.warning('%s', line)
     job.barrier('compiled')  # collectives follow, for which gloo waits only 30 s
     job.reset_watchdog()
     keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
-    checkpoints = Checkpoints(folder, keep=keep, along=along, held=check)
+    checkpoints = Checkpoints(folder, keep=keep, along=along, held=check_held)
     job.require_equal('the step to resume from', {'step': checkpoints.latest_step})
     return checkpoints
 
@@ -249,7 +250,7 @@ def restore_or_init(
 
 @dataclasses.dataclass
 class Run:
-    """A training in progress: its programs, checkpoints and reporter, and its newest metrics."""
+    """A training run in progress: programs, checkpoints, reporter, and the newest metrics."""
 
     opened: OpenedRun
     job: Job
@@ -372,7 +373,7 @@ class Run:
         self.reporter.record_metrics(name, step, numbers, text)
 
     def _measure(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
-        """Evaluates a split. Returns loss and metrics, and a summary."""
+        """Computes loss and metrics of a split. Returns them, and a summary."""
         reader = self.opened.experiment.evals[name]
         evaluate = self.programs.evaluators[name].evaluate
         result = evaluate(state.eval_params, reader, watch=self.job.tick_each)

@@ -1,6 +1,6 @@
 """Opens the work directory of an experiment, which one run at a time may use.
 
-All processes of a run must have equal `collect_settings`: configuration, code and packages.
+All processes of a run must have the same configuration, code and packages (`collect_settings`).
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'nump
 
 
 class Workdir(NamedTuple):
-    """The directory of a run. `check` raises UserError if another run has taken it over."""
+    """The directory of a run. `check_held` raises UserError if another run has taken it over."""
 
     folder: Path
     check_held: Callable[[], None] = lambda: None  # a file lock cannot be lost
@@ -68,10 +68,10 @@ def open_workdir(
 
 
 def _check_and_write_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
-    """Writes config.json if it has no changes. `Run.train` writes accepted changes later.
+    """Writes config.json, unless the configuration changed. `Run.train` writes accepted changes.
 
-    Raises UserError if there are checkpoints with other values of fields that are not FREE, unless
-    `accept_changes` is True.
+    Raises UserError if there are checkpoints of a configuration that differs in fields that are not
+    in `vit_jax.config.FREE`, unless `accept_changes` is True.
     """
     recorded = _read_config(folder)
     changes = [] if recorded is None else differing(recorded, config)
@@ -169,7 +169,7 @@ def describe_software() -> dict[str, Any]:
     code = {
         str(file.relative_to(_PACKAGE)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for file in sorted(_PACKAGE.rglob('*.py'))
-        if not file.is_relative_to(_PACKAGE / 'configs')  # its values are compared
+        if not file.is_relative_to(_PACKAGE / 'configs')  # compared as values of the configuration
     }
     return {'code': code, 'packages': package_versions()}
 

@@ -1,4 +1,7 @@
-"""Model architectures. This is the only folder that imports flax."""
+"""Model architectures. This is the only folder that imports flax.
+
+Sections, appendices, equations and tables without a title are the ViT paper's (arXiv:2010.11929).
+"""
 
 from vit_jax.models.compute import Compute, Regularization, Remat, with_highest_precision
 from vit_jax.models.config import Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig

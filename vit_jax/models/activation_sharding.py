@@ -1,4 +1,4 @@
-"""Activation sharding, which follows the mesh in jax's context.
+"""Sharding of activations over the mesh in jax's context.
 
 `distributed.meshes.with_mesh` or `jax.set_mesh` sets the mesh. Its axes `data` and `fsdp` shard the
 batch, `tensor` shards attention heads. Without a mesh with these axes, sharding is left to XLA.
@@ -21,13 +21,14 @@ def keep_sharded(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
     Otherwise XLA may gather the batch rather than the parameters, and run out of memory.
     """
     mesh = _mesh()
-    if mesh is None or _split_over(mesh, _BATCH, x.shape[0]) is None:  # the one image of `init`
+    # A batch that cannot be split is not constrained, such as the single image of `init`.
+    if mesh is None or _split_over(mesh, _BATCH, x.shape[0]) is None:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))
 
 
 def is_known() -> bool:
-    """Returns whether activation sharding is known: there is one device, or a mesh in context."""
+    """Returns whether the sharding of arrays is known: one device, or a mesh in context."""
     is_alone = jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
     return is_alone or _mesh() is not None
 
@@ -40,17 +41,20 @@ def map_shards(
     if mesh is None:
         return function(*arrays)
     batch, _, heads, _ = arrays[0].shape
-    by_example, by_head = _split_over(mesh, _BATCH, batch), _split_over(mesh, _HEADS, heads)
-    spec = PartitionSpec(by_example, None, by_head, None)
-    split = jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)
-    return split(*arrays)
+    batch_axes, head_axes = _split_over(mesh, _BATCH, batch), _split_over(mesh, _HEADS, heads)
+    spec = PartitionSpec(batch_axes, None, head_axes, None)
+    sharded = jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)
+    return sharded(*arrays)
 
 
 def _mesh() -> AbstractMesh | None:
-    """Returns the context's mesh if it has these axes, all of type Auto, which accepts hints."""
+    """Returns the context's mesh if it has these axes, all of type Auto.
+
+    The sharding of arrays over axes of another type cannot be constrained.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    is_ours = {*_BATCH, *_HEADS} <= {*mesh.axis_names}
-    return mesh if is_ours and {*mesh.axis_types} == {AxisType.Auto} else None
+    has_axes = {*_BATCH, *_HEADS} <= {*mesh.axis_names}
+    return mesh if has_axes and {*mesh.axis_types} == {AxisType.Auto} else None
 
 
 def _split_over(mesh: AbstractMesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:

@@ -20,8 +20,8 @@ Logits = Float[Array, 'b h q n']
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
 LONG_SEQUENCE = 1024  # tokens; longer sequences avoid the array of all attention weights
 OUTPUT = 'attention'  # checkpoint_name of the output, for rematerialization policies
-_QUERIES = 256  # upper bound of queries per block of `blockwise`
-_LANES, _BLOCK = 128, 1024  # of splash: lanes of a TPU vector register, upper bound of block sizes
+_QUERIES = 256  # largest number of queries per block of `blockwise`
+_LANES, _BLOCK = 128, 1024  # splash: lanes of a TPU vector register, and the largest block size
 _INTERPRET = False  # True runs the TPU kernel in an interpreter (tests on CPUs)
 
 
@@ -33,7 +33,7 @@ def attend(
     relative: Offsets | None = None,
     implementation: Implementation = 'xla',
 ) -> Queries:
-    """Computes softmax(Q K^T / sqrt(k)) V for each head (appendix A, equations 6 and 7).
+    """Computes softmax(Q K^T / sqrt(k)) V for each head (ViT paper, equations 6 and 7).
 
     Args:
       query: Shape (b q h k).
@@ -54,7 +54,7 @@ def attend(
     if query.shape[1] < key.shape[1]:
         implementation = 'xla'
     if implementation == 'splash':
-        # The kernel does not support higher precision for its bfloat16 products.
+        # The kernel's bfloat16 products do not support a higher matmul precision.
         if jax.default_matmul_precision.value or not activation_sharding.is_known():
             implementation = 'blockwise'
     assert relative is None or implementation == 'xla'
@@ -80,19 +80,19 @@ def attention_weights(query: Queries, key: Keys, relative: Offsets | None = None
 
 def _xla(query: Queries, key: Keys, value: Values, relative: Offsets | None = None) -> Queries:
     scale = math.sqrt(query.shape[-1])
-    exact = 2.0 ** math.floor(math.log2(scale))  # division by a power of 2 does not round
-    query = query / exact
+    power_of_two = 2.0 ** math.floor(math.log2(scale))  # division by a power of 2 does not round
+    query = query / power_of_two
     bias = None if relative is None else _relative_logits(query, relative)
-    return _mix(query, key, value, bias, scale / exact)
+    return _mix(query, key, value, bias, scale / power_of_two)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _mix(query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float) -> Queries:
     """Computes softmax((Q K^T + bias) / scale) V; the scale is 1 for heads of size 64.
 
-    The JVP is written by hand, as in fused kernels: it uses the rounded weights, and one sum per
-    query instead of one per query and key. On a v5e, a step of B/16 takes 142 M estimated cycles,
-    and 153 M with `jax.nn.dot_product_attention`
+    The JVP is written by hand, as in fused kernels: it uses the rounded weights, and subtracts
+    m sum_j w_j dl_j once per query instead of once per query and key. On a v5e, a step of B/16
+    takes 142 M estimated cycles, and 153 M with `jax.nn.dot_product_attention`
     (`python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64`).
     """
     return _mix_parts(query, key, value, bias, scale)[0]
@@ -139,16 +139,16 @@ def _change_weights(
     weights: Logits, d_logits: Logits, scale: float
 ) -> tuple[Logits, Float[Array, 'b h q 1']]:
     """Computes the tangents of the unnormalized weights and of their sums over the keys."""
-    change = weights.astype(jnp.float32) * (d_logits.astype(jnp.float32) / scale)
-    return change.astype(weights.dtype), change.sum(-1, keepdims=True)
+    tangent = weights.astype(jnp.float32) * (d_logits.astype(jnp.float32) / scale)
+    return tangent.astype(weights.dtype), tangent.sum(-1, keepdims=True)
 
 
 def _relative_logits(query: Queries, relative: Offsets) -> Logits:
     """Computes the logits of relative positions: Q_i . R[j - i + q - 1] for query i and key j."""
     logits = jnp.einsum('bqhk,ohk->bhqo', query, relative, preferred_element_type=jnp.float32)
     *outer, queries, offsets = logits.shape
-    # Flattened with one padded column and without the first q - 1 numbers, each row of `offsets`
-    # numbers starts one offset earlier than the previous row.
+    # The logits are padded by one column and flattened, and the first q - 1 numbers are dropped.
+    # Rows of `offsets` numbers then start one offset earlier than their previous row.
     rows = jnp.pad(logits, ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(*outer, -1)
     rows = rows[..., queries - 1 : queries - 1 + queries * offsets]
     return rows.reshape(*outer, queries, offsets)[..., : offsets - queries + 1]
@@ -167,7 +167,7 @@ def _blockwise(query: Queries, key: Keys, value: Values) -> Queries:
 
 
 def _cudnn(query: Queries, key: Keys, value: Values) -> Queries:
-    """Attends with cuDNN, which cannot train at odd lengths: these are padded to even ones.
+    """Attends with cuDNN, which cannot train at odd lengths: they are padded to padded lengths.
 
     The padding is excluded by sequence lengths. A mask would cost more, as the kernel reads it.
     """
@@ -175,9 +175,9 @@ def _cudnn(query: Queries, key: Keys, value: Values) -> Queries:
     batch, length = query.shape[:2]
     if length % 2 == 0:
         return attention(query, key, value)
-    even = [jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value)]
+    padded = [jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value)]
     lengths = jnp.full(batch, length, jnp.int32)
-    mixed = attention(*even, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    mixed = attention(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
     return mixed[:, :length]
 
 
@@ -214,7 +214,7 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
     block, padded_length = _block_sizes(length)
     names = 'q', 'q_dkv', 'q_dq', 'kv', 'kv_compute', 'kv_dkv', 'kv_dkv_compute', 'kv_dq'
     blocks: dict[str, Any] = {f'block_{name}': block for name in names}
-    # A last axis of 64 head features would leave half of each register empty.
+    # The sequence is the last axis: 64 head features would fill only half of each register.
     layouts: dict[str, Any] = {f'{name}_layout': kernels.QKVLayout.SEQ_MINOR for name in 'qkv'}
     kernel = kernels.make_splash_mha(
         masks.MultiHeadMask([masks.FullMask((padded_length, padded_length))] * heads),

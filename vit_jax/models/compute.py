@@ -15,10 +15,11 @@ Remat = Literal['none', 'dots', 'block']
 POLICIES: tuple[Remat, ...] = get_args(Remat)  # ordered by recomputation, least first
 Layout = Literal['flat', 'batched']
 LastBlock = Literal['whole', 'class_tokens']
-_MEMORY_FRACTION = 0.8  # fraction of the free memory for activations, as memory fragments
+_MEMORY_FRACTION = 0.8  # of the free memory is for activations, the rest for fragmentation
 _KERNEL_PLATFORMS = {'cudnn': 'gpu', 'splash': 'tpu'}  # platform of each fused kernel
-# A separate last block after a loop takes a third longer to compile, and saves less in deeper
-# models: B/16 takes 6 % fewer estimated cycles on a v5e, L/16 takes 3 % more.
+# `last_block=auto` becomes `whole` for more blocks than this in a loop. A last block after the loop
+# takes a third longer to compile, and saves less time in deeper models: on a v5e, B/16 takes 6 %
+# fewer estimated cycles with it, L/16 takes 3 % more.
 _FEW_BLOCKS = 16
 
 
@@ -57,7 +58,7 @@ class Compute(Record):
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # dtype of activations and products
     remat: Remat | Literal['auto'] = 'auto'  # dots: recompute all but products; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks per iteration of the loop over blocks
-    attention: Implementation | Literal['auto'] = 'auto'  # cudnn: GPUs; splash: TPUs; others: all
+    attention: Implementation | Literal['auto'] = 'auto'  # cudnn: only GPUs; splash: only TPUs
     layout: Layout | Literal['auto'] = 'auto'  # flat: all tokens of a batch as rows of one matrix
     last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: outputs of class tokens only
 
@@ -100,8 +101,8 @@ def resolve_compute(
       compute: Options, some of which may be `auto`.
       model: Architecture.
       platform: Platform of the devices, such as `cpu`, `gpu`, `tpu`.
-      regularization: If it drops something, `last_block` becomes `whole`, so that random draws do
-        not depend on the device.
+      regularization: With dropout or stochastic depth, `last_block=auto` becomes `whole`, so that
+        random draws do not depend on the device.
       memory: Bytes per device for the activations of one image; `math.inf` if unknown, None if the
         model is not trained.
 
@@ -118,11 +119,12 @@ def resolve_compute(
         compute = _set_auto(compute, unroll=model.depth if platform == 'gpu' else 1)
         draws = regularization not in (None, Regularization())
         _check(compute, model, platform, draws=draws)
-        few = model.depth <= max(_FEW_BLOCKS, int(compute.unroll))
-        separate = few and model.num_tokens_read is not None and not draws
+        has_few_blocks = model.depth <= max(_FEW_BLOCKS, int(compute.unroll))
+        splits_last_block = has_few_blocks and model.num_tokens_read is not None and not draws
         attention = _fastest_attention(model, platform, compute.dtype)
-        last_block = 'class_tokens' if separate else 'whole'
+        last_block = 'class_tokens' if splits_last_block else 'whole'
         compute = _set_auto(compute, attention=attention, last_block=last_block)
+    # These options of a ViT have no effect on a ResNet.
     compute = _set_auto(compute, unroll=1, attention='xla', last_block='whole')
     return _set_auto(compute, remat=_least_remat(model, compute, platform, memory))
 
@@ -134,6 +136,7 @@ def _set_auto(compute: Compute, **choices: Any) -> Compute:
 
 
 def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) -> None:
+    """Raises UserError for unsupported options; `draws`: dropout or stochastic depth is used."""
     kernel, needed = compute.attention, _KERNEL_PLATFORMS.get(compute.attention, platform)
     wrong, instead = f'compute.attention={kernel}:', 'set compute.attention=auto'
     devices = f'expected a {needed.upper()}, got a {platform.upper()}'
@@ -181,10 +184,10 @@ def _least_remat(
 def activation_bytes(model: ViTConfig, compute: Compute) -> dict[str, int]:
     """Estimates activation memory per image at the start of the backward pass, in bytes.
 
-    Each block stores activations of the token width and of the MLP width. Attention weights count
-    with `attention=xla`. Norms and GELU also store intermediates with layout `batched`. Every
-    policy includes one whole block, with which the backward pass starts. The convolutions of a
-    hybrid are not counted.
+    For each token, a block stores 8 vectors of the token width and 2 of the MLP width. With layout
+    `batched`, norms and GELU also store intermediates. With `attention=xla`, attention weights are
+    stored. Every policy includes one whole block, with which the backward pass starts. The
+    convolutions of a hybrid are not counted.
 
     Returns:
       Bytes for each `remat` policy.
@@ -210,7 +213,7 @@ def apply_remat(
     Args:
       block: A function, or a module if `by` is `nn.remat`.
       compute: Options without `auto`.
-      in_loop: Whether the block runs in a rolled loop. Outside of one, barriers keep XLA's common
+      in_loop: Whether the block runs in a rolled loop. If not, barriers keep XLA's common
         subexpression elimination from undoing the recomputation.
       by: `jax.checkpoint` or `nn.remat`.
     """

@@ -24,9 +24,11 @@ _READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class token
 # table for each block (every_layer) or one table for all (every_layer_shared).
 PositionsAt = Literal['stem', 'every_layer', 'every_layer_shared']
 # How learned positions are resized to another grid. `bilinear` aligns corners, as in the paper's
-# code. The others align image edges, and each matches a library: `bicubic` transformers,
-# `bicubic_offset` Meta's DINO and DINOv2, `bicubic_antialias` timm, OpenCLIP, and DINOv2 with
-# registers, `bilinear_edges` timm's FlexiViT.
+# code. The others align image edges, as in these libraries:
+# - bicubic: transformers
+# - bicubic_offset: Meta's DINO and DINOv2
+# - bicubic_antialias: timm, OpenCLIP, and DINOv2 with registers
+# - bilinear_edges: timm's FlexiViT
 PositionResize = Literal[
     'bilinear', 'bicubic', 'bicubic_offset', 'bicubic_antialias', 'bilinear_edges'
 ]
@@ -103,7 +105,6 @@ class ViTConfig(ImagesAndHead):
     mlp_dim: int = 3072  # hidden dimension of the MLPs
     num_heads: int = 12  # number of attention heads
     patch_outputs: int | None = None  # outputs per patch in masked patch prediction; None: no head
-    # The first is the class token, the second DeiT's distillation token.
     class_tokens: int | None = None  # number of class tokens; None: as many as the pool reads
     registers: int = 0  # number of register tokens ("Vision Transformers Need Registers")
     positions: PositionKind = (
@@ -130,7 +131,7 @@ class ViTConfig(ImagesAndHead):
     blocks_without_skips: tuple[int, ...] = ()  # indices from 0 (Raghu et al. 2021, figure 8)
 
     def check(self) -> None:
-        """Does not check that a patch fits into the image: `image_size` may still change."""
+        """Checks all fields except that a patch fits into the image, as `image_size` may change."""
         super().check()
         sizes = 'patch_size', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'patch_outputs', 'representation_size', low=1, high=MAX_SIZE)
@@ -145,6 +146,7 @@ class ViTConfig(ImagesAndHead):
         require(not (self.parallel and self.blocks_without_skips), wrong)
         wrong = f'width={self.width}: expected a multiple of'
         require(self.width % self.num_heads == 0, f'{wrong} num_heads={self.num_heads}')
+        # RoPE has the same frequencies for 4 features of each head (see `positions.rotate`).
         factor = (WIDTH_MULTIPLES | {'rope': 4 * self.num_heads}).get(self.positions, 1)
         require(self.width % factor == 0, f'{wrong} {factor} for positions={self.positions}')
         is_added = self.positions in WIDTH_MULTIPLES
@@ -181,7 +183,7 @@ class ViTConfig(ImagesAndHead):
 
     @property
     def num_class_tokens(self) -> int:
-        """Number of class tokens; DeiT's distillation token counts as one.
+        """Number of class tokens; DeiT's distillation token counts as the second one.
 
         They precede the patches, and like the patches they have positions.
         """

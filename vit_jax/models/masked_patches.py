@@ -34,6 +34,6 @@ class MaskedPatchHead(nn.Module):
 
     def corrupt(self, patches: Tokens, corruption: Corruption) -> Tokens:
         """Applies a corruption to patch embeddings."""
-        source = jnp.take_along_axis(patches, corruption.source[..., None], axis=1)
+        sources = jnp.take_along_axis(patches, corruption.source[..., None], axis=1)
         token = self.token.astype(patches.dtype)
-        return jnp.where(corruption.masked[..., None], token, source)
+        return jnp.where(corruption.masked[..., None], token, sources)

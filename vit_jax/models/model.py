@@ -32,8 +32,9 @@ class Model(NamedTuple):
     - features(params, images) -> input of the head
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
       of the corrupted images. Requires `patch_outputs`.
-    - capture(params, images, names) -> (output of `apply`, intermediate arrays by name), for taps
-      such as `attention/weights`; docs/visualize.md lists them. Other taps are not computed.
+    - capture(params, images, names) -> (output of `apply`, intermediate arrays by name). The arrays
+      are called taps. docs/visualize.md lists them; an example is `attention/weights`. Only the
+      named taps are computed.
       If `names` maps names to functions, each tap is reduced by its function, block by block.
       Raises UserError for an unknown name. If `capture` is jitted, its output may differ from
       `apply` in the last bits.
@@ -68,21 +69,21 @@ def build(
     Raises:
       UserError: If the configuration is not consistent, or an option is not supported.
     """
-    config = records.validated(config, where='model')  # fields may have been assigned
+    config = records.validated(config, where='model')  # fields may have been changed
     compute = records.validated(compute or Compute(), where='compute')
     regularization = records.validated(regularization or Regularization(), where='regularization')
     platform = platform or jax.default_backend()
     compute = resolve_compute(compute, config, platform=platform, regularization=regularization)
     shape = *config.image_size, config.channels
     module = make_module(config, Regularization(), compute)
-    training = make_module(config, regularization, compute)
+    training_module = make_module(config, regularization, compute)
 
     def apply(params: Params, images: Images, key: DropoutKey = None, **options: Any) -> Any:
         wrong = f'images: got (height, width, channels) {images.shape[1:]}; expected {shape}'
         records.require(images.shape[1:] == shape, wrong)
         if key is None:
             return module.apply({'params': params}, images, **options)
-        return training.apply({'params': params}, images, rngs={'dropout': key}, **options)
+        return training_module.apply({'params': params}, images, rngs={'dropout': key}, **options)
 
     def predict_patches(
         params: Params, images: Images, corruption: Corruption | None = None, key: DropoutKey = None
@@ -93,8 +94,8 @@ def build(
     def capture(
         params: Params, images: Images, names: taps.TapSelection
     ) -> tuple[Outputs, dict[str, Any]]:
-        seen = taps.capture(lambda: apply(params, images, mutable=[taps.COLLECTION])[1], names)
-        return apply(params, images), seen
+        captured = taps.capture(lambda: apply(params, images, mutable=[taps.COLLECTION])[1], names)
+        return apply(params, images), captured
 
     init = functools.partial(init_params, config)
     features = functools.partial(apply, output='features')
@@ -143,7 +144,7 @@ def compute_position_table(config: ViTConfig, params: Params) -> Float[np.ndarra
 
 
 def init_params(config: ModelConfig, key: Key[Array, '']) -> Params:
-    """Initializes parameters. They do not depend on compute options; PORTABLE compiles fast."""
+    """Initializes parameters. They do not depend on compute options, and PORTABLE compiles fast."""
     images = jnp.zeros((1, *config.image_size, config.channels), jnp.float32)
     return make_module(config, Regularization(), PORTABLE).init(key, images)['params']
 
@@ -162,8 +163,9 @@ def count_multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole')
     """Counts the multiply-adds of a forward pass of one image, in products and convolutions.
 
     The traced program is counted, so new layers need no formula. With `patch_outputs`, the forward
-    pass is `predict_patches`. The operations of a training (table 6) are 3 * 2 * epochs * images
-    times as many: a backward pass costs two forward passes, and a multiply-add is two operations.
+    pass is `predict_patches`. The operations of a training run (table 6) are 3 * 2 * epochs *
+    images times as many: a backward pass costs two forward passes, and a multiply-add is two
+    operations.
     """
     compute = dataclasses.replace(PORTABLE, last_block=last_block)  # fused kernels hide products
     model = build(config, compute=compute)
@@ -173,6 +175,7 @@ def count_multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole')
 
 
 def _count(jaxpr: Any) -> int:
+    """Counts the multiply-adds of a traced program."""
     total = 0
     for equation in jaxpr.eqns:
         params, name = equation.params, equation.primitive.name
@@ -189,7 +192,7 @@ def _count(jaxpr: Any) -> int:
 
 
 def _count_convolution(equation: Any) -> int:
-    """Counts multiply-adds, except with padding (3 % of a ResNet).
+    """Counts multiply-adds, except products with padding (3 % of a ResNet's multiply-adds).
 
     Axes are ordered as in Flax: (batch, ..., inputs) and (..., inputs, outputs).
     """
@@ -199,6 +202,6 @@ def _count_convolution(equation: Any) -> int:
     total = batch * channels * kernel[-2]
     for axis, count in enumerate(outputs):
         starts = strides[axis] * np.arange(count)[:, None] - padding[axis][0]
-        read = starts + np.arange(kernel[axis])
-        total *= int(np.sum((read >= 0) & (read < image[1 + axis])))
+        indices = starts + np.arange(kernel[axis])
+        total *= int(np.sum((indices >= 0) & (indices < image[1 + axis])))
     return total

@@ -1,8 +1,8 @@
 """Position embeddings: tables that are added to tokens, and rotary embeddings (RoPE).
 
-To add a table, extend `PositionKind`, `WIDTH_MULTIPLES` and `make_table`. Kinds that act in
-attention are computed in `Attention` (vit.py); `RELATIVE` lists those that change the attention
-logits.
+To add a table, extend `PositionKind`, `WIDTH_MULTIPLES`, `make_table`, and `LEARNED` if the table
+has parameters. Kinds that act in attention are computed in `Attention` (vit.py); `RELATIVE` lists
+the kinds that change the attention logits.
 """
 
 import math
@@ -23,7 +23,7 @@ Table = Float[Array | np.ndarray, '1 m d']  # embeddings of class tokens and pat
 # two vectors of half the width, one per column and one per row. `relative` has one vector per
 # offset between two positions, whose product with the query is added to the logit (appendix D.4).
 PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'none']
-# The kinds that are added to tokens; the width must be a multiple of the number.
+# The kinds that are added to tokens, with the number that the width must be a multiple of.
 WIDTH_MULTIPLES: dict[PositionKind, int] = {'learned': 1, 'learned2d': 2, 'sincos2d': 4}
 RELATIVE: tuple[PositionKind, ...] = ('relative',)  # kinds that change the attention logits
 FIXED_GRID: tuple[PositionKind, ...] = ('relative',)  # kinds that cannot be resized
@@ -57,8 +57,8 @@ def make_table(
         case 'learned2d':
             x = param('pos_embedding_x', normal, (1, columns, width // 2))
             y = param('pos_embedding_y', normal, (1, rows, width // 2))
-            of_each = jnp.tile(x, (1, rows, 1)), jnp.repeat(y, columns, axis=1)
-            return jnp.pad(jnp.concatenate(of_each, axis=-1), before)
+            halves = jnp.tile(x, (1, rows, 1)), jnp.repeat(y, columns, axis=1)
+            return jnp.pad(jnp.concatenate(halves, axis=-1), before)
         case 'sincos2d':
             return np.pad(sincos2d(grid, width)[None], before)
     return None
@@ -93,11 +93,11 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
 
 
 def rotate(heads: Sequence[Heads], grid: Grid, *, prefix: int) -> list[Heads]:
-    """Rotates queries and keys of patches by their positions (RoPE; DINOv3, section 3.1).
+    """Rotates queries and keys of patches by their positions (RoPE; DINOv3, section 3.2).
 
-    Features i and i + k/2 of a head form a pair, which is rotated by one angle: 2 pi y w for the
-    first quarter of features, 2 pi x w for the second. (y, x) is the center of the patch, with the
-    image between -1 and 1. The k/4 frequencies w fall from 1 to 1/100, exclusive.
+    (y, x) is the center of a patch, with the image between -1 and 1. The k/4 frequencies w fall
+    from 1 to 1/100, exclusive. Features i and i + k/2 of a head form a pair, which is rotated by
+    one angle: 2 pi y w for i in the first quarter of the features, 2 pi x w in the second.
 
     Args:
       heads: Arrays of queries or keys, of all tokens or of the leading ones.
@@ -106,15 +106,15 @@ def rotate(heads: Sequence[Heads], grid: Grid, *, prefix: int) -> list[Heads]:
     """
     size = heads[0].shape[-1]
     y, x = np.mgrid[: grid[0], : grid[1]]
-    middles = [(2 * at + 1) / side - 1 for at, side in zip((y, x), grid, strict=True)]
+    centers = [(2 * index + 1) / side - 1 for index, side in zip((y, x), grid, strict=True)]
     frequencies = 100.0 ** (-np.arange(size // 4) * 4 / size)
-    angles = [2 * math.pi * middle.reshape(-1, 1) * frequencies for middle in middles]
-    turned = np.pad(np.tile(np.concatenate(angles, axis=1), 2), ((prefix, 0), (0, 0)))
-    cos, sin = (f(turned)[:, None].astype(np.float32) for f in (np.cos, np.sin))
+    patch_angles = [2 * math.pi * center.reshape(-1, 1) * frequencies for center in centers]
+    angles = np.pad(np.tile(np.concatenate(patch_angles, axis=1), 2), ((prefix, 0), (0, 0)))
+    cos, sin = (f(angles)[:, None].astype(np.float32) for f in (np.cos, np.sin))
 
     def rotate_one(x: Heads) -> Heads:
         first, second = jnp.split(x, 2, axis=-1)
-        at = slice(x.shape[1])
-        return (x * cos[at] + jnp.concatenate([-second, first], axis=-1) * sin[at]).astype(x.dtype)
+        n = x.shape[1]
+        return (x * cos[:n] + jnp.concatenate([-second, first], axis=-1) * sin[:n]).astype(x.dtype)
 
     return [rotate_one(x) for x in heads]

@@ -52,9 +52,10 @@ def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -
     """Computes a SAME convolution without bias.
 
     With layout `flat`, 1x1 convolutions are matrix products, whose backward pass is 10 times faster
-    on CPUs. Strided ones are products on CPUs only, where this saves 13 % of a step of the CIFAR-10
-    hybrid. The barrier keeps the slice out of the product: XLA aborts the process on GPUs if it
-    fuses the two (openxla/xla issue 47381, open with jax 0.12.0).
+    on CPUs. Strided ones are products on CPUs only, where this saves 13 % of a step of
+    configs/pretrain/cifar10_hybrid.py: on GPUs, XLA aborts the process if it fuses a strided slice
+    into a product (openxla/xla issue 47381, open with jax 0.12.0). The barrier keeps slices out of
+    products.
     """
 
     def product(x: FeatureMap, kernel: Kernel) -> Output:
@@ -77,8 +78,8 @@ def max_pool(x: FeatureMap, compute: Compute) -> Output:
     """Computes SAME max-pooling of 3x3 windows with stride 2.
 
     With layout `flat`, it is the maximum of nine shifted arrays, whose gradient is divided among
-    equal maxima. This saves 5 % of a step of the CIFAR-10 hybrid on a CPU, as the gradient of XLA's
-    pooling is slow. `_convolution` explains the barrier.
+    equal maxima. This saves 5 % of a step of configs/pretrain/cifar10_hybrid.py on a CPU, as the
+    gradient of XLA's pooling is slow. `_convolution` explains the barrier.
     """
     if compute.layout == 'batched':
         return nn.max_pool(x, (3, 3), (2, 2), 'SAME')
@@ -101,19 +102,19 @@ class Unit(nn.Module):
         conv = functools.partial(StdConv, compute=self.compute)
         norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.compute.dtype)
         width, outputs, shortcut = self.channels, 4 * self.channels, x
-        see = functools.partial(tap_array, self)
+        offer = functools.partial(tap_array, self)
         if x.shape[-1] != outputs or self.stride != 1:
-            shortcut = see('conv_proj', conv(outputs, 1, stride=self.stride, name='conv_proj')(x))
-            shortcut = see('norm_proj', norm(name='norm_proj')(shortcut))
-        y = see('conv1', conv(width, 1, name='conv1')(x))
-        y = see('norm1', nn.relu(norm(name='norm1')(y)))
-        y = see('conv2', conv(width, 3, stride=self.stride, name='conv2')(y))
-        y = see('norm2', nn.relu(norm(name='norm2')(y)))
-        y = see('conv3', conv(outputs, 1, name='conv3')(y))
+            shortcut = offer('conv_proj', conv(outputs, 1, stride=self.stride, name='conv_proj')(x))
+            shortcut = offer('norm_proj', norm(name='norm_proj')(shortcut))
+        y = offer('conv1', conv(width, 1, name='conv1')(x))
+        y = offer('norm1', nn.relu(norm(name='norm1')(y)))
+        y = offer('conv2', conv(width, 3, stride=self.stride, name='conv2')(y))
+        y = offer('norm2', nn.relu(norm(name='norm2')(y)))
+        y = offer('conv3', conv(outputs, 1, name='conv3')(y))
         # With zero scale, each unit equals its shortcut at initialization.
-        y = see('norm3', norm(name='norm3', scale_init=nn.initializers.zeros)(y))
+        y = offer('norm3', norm(name='norm3', scale_init=nn.initializers.zeros)(y))
         tap(self, 'residual', lambda: (shortcut, y))
-        return see('out', nn.relu(shortcut + y))
+        return offer('out', nn.relu(shortcut + y))
 
 
 class Stage(nn.Module):

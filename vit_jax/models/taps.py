@@ -1,4 +1,4 @@
-"""Taps: named intermediate arrays of a model that `Model.capture` can return.
+"""Taps: named intermediate arrays of a model (Flax: intermediates) for `Model.capture`.
 
 docs/visualize.md lists all taps with their shapes. A test compares its tables with the models.
 """
@@ -16,7 +16,7 @@ from vit_jax.base import Array, UserError, records
 COLLECTION = 'taps'  # name of the Flax variable collection
 Reduction = Callable[[Any], Any]  # applied to a tap's value, which is an array or a pair of arrays
 TapSelection = Iterable[str] | Mapping[str, Reduction]
-# Maps the name of a tap to its reduction; None: the tap is not captured.
+# The function that maps the name of a tap to its reduction, or to None if it is not captured.
 _reduction_of: ContextVar[Callable[[str], Reduction | None]] = ContextVar('_reduction_of')
 
 
@@ -53,7 +53,7 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: TapSelection) -> d
     """
     reductions = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, _whole)
 
-    def captured(reduction_of: Callable[[str], Reduction | None]) -> dict[str, Any]:
+    def run(reduction_of: Callable[[str], Reduction | None]) -> dict[str, Any]:
         token = _reduction_of.set(reduction_of)
         try:
             collection = forward().get(COLLECTION, {})
@@ -61,10 +61,10 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: TapSelection) -> d
             _reduction_of.reset(token)
         return {path[-1][1:]: value for path, (value,) in flatten_dict(collection).items()}
 
-    values = captured(reductions.get)
+    values = run(reductions.get)
     for name in sorted(reductions.keys() - values):
-        every = jax.eval_shape(lambda: captured(lambda name: _whole))
-        raise UserError(f'capture: no tap {name!r} in this model; {records.closest(name, every)}')
+        taps = jax.eval_shape(lambda: run(lambda name: _whole))
+        raise UserError(f'capture: no tap {name!r} in this model; {records.closest(name, taps)}')
     return values
 
 

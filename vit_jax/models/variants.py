@@ -7,9 +7,10 @@ from vit_jax.base.errors import UserError
 from vit_jax.base.records import closest, require
 from vit_jax.models.config import Backbone, ModelConfig, ResNetConfig, ViTConfig
 
-# depth, width, mlp_dim, num_heads. B, L, H: table 1 of the paper; Ti, S: "How to train your
-# ViT?"; g, G: "Scaling Vision Transformers", table 2; M: big_vision; 22B: "Scaling Vision
-# Transformers to 22 Billion Parameters" (arXiv:2302.05442), table 1.
+# Values are depth, width, mlp_dim and num_heads. Sources are table 1 of the paper for B, L and H;
+# "How to train your ViT?" for Ti and S; "Scaling Vision Transformers", table 2, for g and G;
+# big_vision for M; and "Scaling Vision Transformers to 22 Billion Parameters" (arXiv:2302.05442),
+# table 1, for 22B.
 SIZES = {
     'Ti': (12, 192, 768, 3),
     'S': (12, 384, 1536, 6),

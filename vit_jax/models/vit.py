@@ -32,11 +32,11 @@ _GELUS: dict[Gelu, Callable[[Array], Array]] = {
 
 
 class Dense(nn.Module):
-    """Dense layer over the last `axes` axes of each token, with the parameters of DenseGeneral.
+    """Dense layer over the last `axes` axes of each token, with the parameters of nn.DenseGeneral.
 
     With layout `flat`, the tokens of all images are rows of one matrix, and XLA sums bias gradients
-    over one axis. Over two axes, it would first write the tokens transposed, in float32. TPUs use
-    layout `batched`: they tile the last two axes, so that the reshape would copy.
+    over one axis. To sum over two axes, XLA would first write the transposed tokens in float32.
+    TPUs use layout `batched`: they tile the last two axes, so the reshape would copy the tokens.
     """
 
     features: tuple[int, ...]
@@ -50,7 +50,7 @@ class Dense(nn.Module):
         tokens, inputs = x.shape[: -self.axes], x.shape[-self.axes :]
         size, dtype = (math.prod(inputs), math.prod(self.features)), self.compute.dtype
 
-        def init(key: Key[Array, '']) -> Array:  # fans of the flattened matrix
+        def init(key: Key[Array, '']) -> Array:  # fan-in and fan-out of the matrix
             return nn.initializers.xavier_uniform()(key, size).reshape(*inputs, *self.features)
 
         x, kernel = x.astype(dtype), self.param('kernel', init).astype(dtype)
@@ -77,7 +77,7 @@ class ViTModule(nn.Module):
         return positions.make_table(kind, grid, width, prefix=prefix, param=self.param)
 
     def normalize(self, x: Float[Array, 'b ...'], name: str) -> Float[Array, 'b ...']:
-        """Normalizes the last axis; layout `flat` as in `Dense`."""
+        """Normalizes the last axis; with layout `flat`, tokens are rows as in `Dense`."""
         kind = nn.RMSNorm if self.config.norm == 'rms' else nn.LayerNorm
         norm = kind(epsilon=self.config.layer_norm_epsilon, dtype=self.compute.dtype, name=name)
         if self.compute.layout == 'batched' or x.ndim == 2:
@@ -88,8 +88,8 @@ class ViTModule(nn.Module):
 class PatchEmbedding(ViTModule):
     """Projects each patch of an image or a feature map to a token (E in equation 1).
 
-    Computes a convolution with stride equal to the kernel size as a matrix product. The kernel has
-    the shape of an `nn.Conv` kernel.
+    This is a convolution whose stride is the kernel size, computed as a matrix product. The kernel
+    has the shape of an `nn.Conv` kernel.
     """
 
     @nn.compact
@@ -102,7 +102,7 @@ class PatchEmbedding(ViTModule):
         patches, kernel = (x.astype(self.compute.dtype) for x in (patches, kernel))
         tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
         tokens = tokens.reshape(batch, rows * columns, width)
-        if self.config.pre_norm:  # that norm has a bias
+        if self.config.pre_norm:  # the norm's bias replaces it
             return tokens
         bias = self.param('bias', nn.initializers.zeros, (width,))
         return tokens + bias.astype(self.compute.dtype)
@@ -134,7 +134,8 @@ class Attention(ViTModule):
             if config.positions == 'relative':
                 normal, offsets = nn.initializers.normal(0.02), 2 * y.shape[1] - 1
                 relative = self.param('relative', normal, (offsets, heads, size))
-                # Fewer queries are the leading tokens; R then starts at the last query's offset.
+                # If there are fewer queries than keys, they are the leading tokens, and R starts at
+                # the lowest offset of the last query.
                 relative = relative[y.shape[1] - x.shape[1] :].astype(query.dtype)
         tap(self, 'weights', lambda: attention_weights(query, key, relative))
         kernel = self.compute.attention
@@ -162,7 +163,7 @@ class Mlp(ViTModule):
             hidden = nn.silu(dense((config.mlp_dim,), name='gate')(x)) * hidden
         else:
             gelu = _GELUS[config.gelu]
-            if self.compute.layout == 'flat':  # saves its input only, not several intermediates
+            if self.compute.layout == 'flat':  # the backward pass needs only its input
                 gelu = jax.checkpoint(gelu)
             hidden = gelu(hidden)
         hidden = tap_array(self, 'hidden', hidden)
@@ -170,7 +171,7 @@ class Mlp(ViTModule):
 
 
 class PerBlock(NamedTuple):
-    """Constants of a block. `Encoder` stacks them along a leading depth axis."""
+    """Constants of one block, or of all blocks, stacked along a leading depth axis."""
 
     drop_rate: Float[Array, '*l']  # probability of stochastic depth
     has_skips: Bool[Array, '*l'] | None  # None: all blocks have skip connections
@@ -179,7 +180,8 @@ class PerBlock(NamedTuple):
 class Block(ViTModule):
     """Pre-norm encoder block: x + MSA(LN(x)), then x + MLP(LN(x)) (equations 2 and 3).
 
-    A parallel block computes x + MSA(y) + MLP(y) with y = LN(x) (ViT-22B, section 2).
+    A parallel block computes x + MSA(y) + MLP(y) with y = LN(x) (ViT-22B, section 2). A call takes
+    the tokens, the block's `own` constants, and positions that are `shared` by all blocks.
     """
 
     num_outputs: int | None = None  # number of leading tokens to compute; None: all
@@ -190,22 +192,22 @@ class Block(ViTModule):
         for table in shared, self.position_table('every_layer'):
             x = positions.add(x, table, before=config.num_class_tokens)
         x = activation_sharding.keep_sharded(x)
-        y = z = tap_array(self, 'norm1', self.normalize(x, 'norm1'))
+        y = inputs = tap_array(self, 'norm1', self.normalize(x, 'norm1'))
         if self.num_outputs is not None:
-            x, z = (self._materialize(tokens)[:, : self.num_outputs] for tokens in (x, y))
+            x, inputs = (self._materialize(tokens)[:, : self.num_outputs] for tokens in (x, y))
 
-        attention = Attention(*parts, name='attention')(z, y)
+        attention = Attention(*parts, name='attention')(inputs, y)
         x = self._add_branch(x, attention, own, name='attention')
         if not config.parallel:
-            z = tap_array(self, 'norm2', self.normalize(x, 'norm2'))
-        mlp = Mlp(*parts, name='mlp')(z)
+            inputs = tap_array(self, 'norm2', self.normalize(x, 'norm2'))
+        mlp = Mlp(*parts, name='mlp')(inputs)
         x = self._add_branch(x, mlp, own, name='mlp')
         return tap_array(self, 'tokens', x), None
 
     def _materialize(self, x: Tokens) -> Tokens:
         """Forces XLA to write the tokens to memory before they are sliced.
 
-        Otherwise XLA transposes the tokens of all blocks on GPUs, only for this slice.
+        Otherwise, only for this slice, XLA on GPUs transposes the tokens of all blocks.
         """
         if self.compute.layout == 'batched':
             return x
@@ -256,8 +258,8 @@ class Encoder(ViTModule):
         if without := config.blocks_without_skips:
             own = own._replace(has_skips=~jnp.isin(jnp.arange(config.depth), jnp.array(without)))
         # Initialization and taps need all parameters and tokens.
-        is_whole = self.is_initializing() or self.is_mutable_collection(COLLECTION)
-        if is_whole or self.compute.last_block == 'whole':
+        needs_all = self.is_initializing() or self.is_mutable_collection(COLLECTION)
+        if needs_all or self.compute.last_block == 'whole':
             x = self._all_tokens(x, own, shared)
         else:
             x = self._first_tokens(x, own, shared)
@@ -285,8 +287,8 @@ class Encoder(ViTModule):
         """
         depth, unroll = self.config.depth, int(self.compute.unroll)
 
-        def run(x: Tokens, part: Any, **options: Any) -> FirstTokens:
-            params, own = part
+        def run(x: Tokens, variables: Any, **options: Any) -> FirstTokens:
+            params, own = variables
             block = Block(self.config, self.regularization, self.compute, parent=None, **options)
             return block.apply({'params': params}, x, own, shared)[0]
 
@@ -308,7 +310,7 @@ class Encoder(ViTModule):
             # the last block in a separate buffer.
             last = take(jax.lax.optimization_barrier(jnp.int32(depth - 1)))
         else:
-            # A single unstack writes the gradient of each block once.
+            # With a single unstack, the backward pass writes the gradient of each block once.
             parts = zip(*map(jnp.unstack, leaves), strict=True)
             *first, last = (jax.tree.unflatten(tree, part) for part in parts)
             for part in first:
@@ -377,18 +379,18 @@ class ViT(ViTModule):
             images = ResNet(config.backbone, self.compute, name='backbone')(images)
         x = PatchEmbedding(*parts, name='embedding')(images)
         if config.patch_outputs is not None:
-            masked = MaskedPatchHead(config.patch_outputs, config.width, name='masked')
+            patch_head = MaskedPatchHead(config.patch_outputs, config.width, name='masked')
             if corruption is not None:
-                x = masked.corrupt(x, corruption)
+                x = patch_head.corrupt(x, corruption)
         x = self._embed(x)
         x = Encoder(*parts, name='encoder')(x, self.position_table('every_layer_shared'))
         if config.patch_outputs is not None and self.is_initializing():
-            masked(x)  # creates its parameters
+            patch_head(x)  # creates its parameters
         x = x[:, config.prefix :] if output == 'patches' else self._pool(x)
         if config.final_norm == 'after_pool':
             x = self.normalize(x, 'norm')
         if output == 'patches':
-            return activation_sharding.keep_sharded(masked(x))
+            return activation_sharding.keep_sharded(patch_head(x))
         if config.representation_size is not None:
             size, dtype = config.representation_size, self.compute.dtype
             x = jnp.tanh(nn.Dense(size, dtype=dtype, name='pre_logits')(x))
@@ -399,10 +401,10 @@ class ViT(ViTModule):
         """Adds class tokens, positions and registers (equation 1). Registers have no positions."""
         config, before = self.config, self.config.num_class_tokens
         zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
-        own = [self.param(name, zeros, (1, 1, config.width)) for name in ('cls', 'dist')[:before]]
+        cls_tokens = [self.param(n, zeros, (1, 1, config.width)) for n in ('cls', 'dist')[:before]]
         if config.registers:  # not zeros: equal registers would stay equal
             registers = self.param('registers', normal, (1, config.registers, config.width))
-        x = jnp.concatenate([*(tile_over_batch(token, x) for token in own), x], axis=1)
+        x = jnp.concatenate([*(tile_over_batch(token, x) for token in cls_tokens), x], axis=1)
         x = positions.add(x, self.position_table('stem'), before=before)
         x = nn.Dropout(self.regularization.dropout, deterministic=False, name='dropout')(x)
         if config.registers:

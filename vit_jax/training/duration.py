@@ -8,7 +8,8 @@ from vit_jax.base import UserError, plural, records
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 Interval = int | Literal['epoch']  # a number of steps, or once per epoch
 
-# Metrics are logged every 50 steps. Shorter trainings log once per epoch, at most 20 times.
+# Metrics are logged every 50 steps by default. Short training runs log more often: once per epoch,
+# or about 20 times if they have more epochs.
 _LOG_STEPS, _LOG_LINES = 50, 20
 
 
@@ -43,7 +44,7 @@ class Duration(records.Record):
 
 
 class TrainLength(NamedTuple):
-    """The length of a training, which converts durations to steps."""
+    """The length of a training run, which converts durations to steps."""
 
     batch_size: int
     num_images: int  # training images
@@ -78,7 +79,7 @@ class TrainLength(NamedTuple):
 
 
 def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> TrainLength:
-    """Makes the length of a training.
+    """Makes the length of a training run.
 
     Raises:
       UserError: If `total` is a fraction, or less than one step.

@@ -1,7 +1,8 @@
 """The training loop.
 
-`fit` runs the update for each step, and reads the metrics of the previous step meanwhile. Observers
-get the state after some steps, to evaluate or save it. `Clock` measures where the time goes.
+`fit` runs the update for each step, and meanwhile reads the metrics of the previous step. Its
+observers are periodic actions, which evaluate or save the state after some steps. `Clock` measures
+where the time goes.
 """
 
 import contextlib
@@ -43,8 +44,8 @@ class PeriodicAction(NamedTuple):
 class Clock:
     """Wall time by name: `with clock('step'):` adds the seconds of the block to `step`.
 
-    Nested blocks count for the innermost name only. Time outside all blocks counts as `start`, and
-    so do the `before` seconds, which passed before the clock was made.
+    Nested blocks count for the innermost name only. `start` includes all time outside blocks, most
+    of it before the first step, and the `before` seconds, which passed before the clock was made.
     """
 
     def __init__(self, before: float = 0.0) -> None:
@@ -88,14 +89,15 @@ def fit(
     any observer gets the state.
 
     Raises:
-      NotFinite: If parameters are not finite, or `max_skipped_steps` updates in a row were skipped.
-      Stopped: If `batches` or an observer raises Interrupted.
+      NotFiniteError: If parameters are not finite, or `max_skipped_steps` updates in a row were
+        skipped.
+      TrainingStopped: If `batches` or an observer raises Interrupted.
     """
     pending: tuple[int, StepMetrics] | None = None
     skipped = 0
 
     @clock('step')
-    def read() -> None:
+    def read_pending() -> None:
         nonlocal pending, skipped
         if pending is None:
             return
@@ -106,9 +108,9 @@ def fit(
         skipped = skipped + 1 if metrics.scalars['skipped'] else 0
         if skipped >= max_skipped_steps or not isfinite(metrics.scalars['parameter_norm']):
             numbers = metrics.means | metrics.scalars
-            broken = ', '.join(f'{name} is {n}' for name, n in numbers.items() if not isfinite(n))
+            values = ', '.join(f'{name} is {n}' for name, n in numbers.items() if not isfinite(n))
             more = f'; {skipped} updates in a row were skipped' if skipped > 1 else ''
-            raise NotFiniteError(f'step {step}: {broken}{more}')
+            raise NotFiniteError(f'step {step}: {values}{more}')
 
     try:
         for step in steps:
@@ -116,14 +118,14 @@ def fit(
                 batch = next(batches)
             with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
                 state, metrics = update(state, batch)
-                read()
+                read_pending()
                 pending = step + 1, metrics
             for observer in observers:
                 if observer.is_due(step + 1, steps.stop):
-                    read()
+                    read_pending()
                     observer.run(step + 1, state)
     except Interrupted:
-        read()
+        read_pending()
         raise TrainingStopped(state) from None
-    read()
+    read_pending()
     return state

@@ -1,6 +1,6 @@
 """Losses and metrics, which map logits and targets to one number per example.
 
-New metrics are added in `example_metrics`.
+To add a metric, extend `example_metrics`.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ class LossConfig(records.Record):
 def make_loss(config: LossConfig | Loss) -> Loss:
     """Makes the loss function of (logits, targets); see `make_targets` for targets.
 
-    A function is returned with a check of its result's shape: masked examples can only be left out
-    if there is one number per example.
+    A function is wrapped in a check of its result's shape: without one number per example, padding
+    cannot be left out of the mean.
 
     Raises:
       UserError: When the loss is called, if a function does not return shape (b,).
@@ -67,10 +67,10 @@ def of_any(loss: Loss) -> Loss:
     Targets without a class stay zero.
     """
 
-    def shared(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
+    def scaled(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
         return loss(logits, targets / jnp.maximum(1, targets.sum(axis=-1, keepdims=True)))
 
-    return shared
+    return scaled
 
 
 def make_targets(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
@@ -79,11 +79,14 @@ def make_targets(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 
 
 
 class BatchSums(NamedTuple):
-    """Sums over the unmasked examples of a batch."""
+    """Sums over the examples of a batch whose `mask` is True.
+
+    The mask is False for padding and for unreadable images.
+    """
 
     sums: dict[str, Array]  # of the loss and of `example_metrics`, by name
-    num_examples: Array  # number of unmasked examples
-    rows: dict[str, Array]  # outputs of each example (b ...) by name, masked examples included
+    num_examples: Array  # number of examples in each sum
+    rows: dict[str, Array]  # outputs of each example (b ...) by name, whatever its mask is
 
 
 def sum_examples(
@@ -91,7 +94,7 @@ def sum_examples(
     mask: Bool[Array, 'b'],
     rows: dict[str, Array] | None = None,
 ) -> BatchSums:
-    """Sums values over the unmasked examples; `rows` are passed through."""
+    """Sums values over the examples whose mask is True; `rows` are passed through."""
     sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
     return BatchSums(sums, mask.sum(dtype=jnp.int32), rows or {})
 
@@ -103,13 +106,13 @@ RowsFunction = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Ar
 class StepMetrics(NamedTuple):
     """Metrics of one step: arrays from the update, floats after `fit` has read them."""
 
-    sums: dict[str, Any]  # over the unmasked examples, by name
-    num_examples: Any  # number of unmasked examples
+    sums: dict[str, Any]  # `BatchSums.sums` of the batch
+    num_examples: Any  # number of examples in each sum
     scalars: dict[str, Any]  # numbers of the whole step, such as the learning rate
 
     @property
     def means(self) -> dict[str, float]:
-        """Means over the unmasked examples by name; 0 without examples."""
+        """Means of loss and metrics over the examples, by name; 0 without examples."""
         count = max(1.0, float(self.num_examples))
         return {name: float(total) / count for name, total in self.sums.items()}
 
@@ -135,10 +138,10 @@ def example_metrics(
     """Computes metrics of each example by name. Training and evaluation report their means.
 
     `accuracy` is the target of the class with the highest logit. `top5_accuracy` is the sum of the
-    targets of the five highest, at most 1. Both are 0 or 1 for one-hot and multi-hot targets. For
-    mixed images, they are the share of the label that was predicted.
+    targets of the five highest, at most 1. Both are 0 or 1 for one-hot and multi-hot targets, and
+    between 0 and 1 for the mixed targets of MixUp and CutMix.
     """
-    # Not jax.lax.top_k, for which XLA gathers the logits of all devices (jax 0.10.2).
+    # XLA would gather the logits of all devices for jax.lax.top_k (jax 0.10.2).
     rest, hits = jax.lax.stop_gradient(logits), []
     for _ in range(5):  # highest logit first; the first of equal logits counts as higher
         best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])

@@ -17,7 +17,7 @@ from vit_jax.training.losses import BatchSums, example_metrics, sum_examples
 
 Target = Literal['mean_color', 'colors_4x4', 'pixels']
 _CELLS: dict[Target, int] = {'mean_color': 1, 'colors_4x4': 4}  # cells per side of a patch
-_LEVELS = 8  # per channel (3 bits)
+_LEVELS = 8  # levels per color channel (3 bits)
 NUM_COLORS = _LEVELS**3
 
 
@@ -73,9 +73,9 @@ def _outputs(model: ViTConfig, target: Target) -> int:
     """Returns the number of outputs per patch."""
     (height, width), (rows, columns) = patch_size_in_pixels(model), model.grid
     size = f'patches of {height}x{width} pixels'
-    whole = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
+    is_inside = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
     wrong = f'config.model.image_size={model.image_size}: {size} extend beyond the image'
-    records.require(whole, wrong)
+    records.require(is_inside, wrong)
     if target == 'pixels':
         return height * width * model.channels
     cells = _CELLS[target]
@@ -87,8 +87,8 @@ def _outputs(model: ViTConfig, target: Target) -> int:
 def patch_size_in_pixels(model: ViTConfig) -> tuple[int, int]:
     """Returns (height, width) of a patch in pixels of the image.
 
-    In a hybrid, a patch on the feature map corresponds to `stride` times as many pixels. Its
-    receptive field is larger.
+    In a hybrid, a patch on the feature map corresponds to `stride` times as many pixels per side.
+    Its receptive field is larger.
     """
     stride = 1 if model.backbone is None else model.backbone.stride
     return stride * model.patch_size[0], stride * model.patch_size[1]
@@ -146,14 +146,14 @@ def corrupt(
 
     Each corrupted patch is masked, replaced or kept independently of the others.
     """
-    place_key, coin_key, other_key = jax.random.split(key, 3)
-    places = jax.random.permutation(place_key, patches)
-    corrupted = places < config.num_corrupted(patches)
+    rank_key, coin_key, source_key = jax.random.split(key, 3)
+    ranks = jax.random.permutation(rank_key, patches)
+    corrupted = ranks < config.num_corrupted(patches)
     coin = jax.random.uniform(coin_key, (patches,))
     masked = corrupted & (coin < config.masked)
     replaced = corrupted & ~masked & (coin < config.masked + config.replaced)
     index = jnp.arange(patches)
-    offset = jax.random.randint(other_key, (patches,), 1, max(2, patches))  # never 0
+    offset = jax.random.randint(source_key, (patches,), 1, max(2, patches))  # never 0
     source = jnp.where(replaced, (index + offset) % patches, index)
     return corrupted, Corruption(masked, source)
 

@@ -21,7 +21,7 @@ Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
 OPTIONS: dict[str, dict[str, float]] = {
     'adamw': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8},
     'sgd': {'momentum': 0.9},
-    'adafactor': {'b1': 0.9, 'b2': 0.999},  # b1: momentum; b2: upper bound of its rising decay
+    'adafactor': {'b1': 0.9, 'b2': 0.999},  # b1: momentum; b2: largest decay of the second moment
 }
 _LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
 
@@ -38,14 +38,17 @@ def _require_kind(config: Any, users: list[str], option: str) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class ScheduleConfig(records.Record):
-    """Learning rate schedule: linear warmup from 0, decay, and optional linear cooldown to 0."""
+    """Learning rate schedule: linear warmup from 0, decay, and optional linear cooldown to 0.
+
+    The rate of `kind=rsqrt` is peak / sqrt(1 + n/t) at n steps after the warmup.
+    """
 
     kind: Decay = 'cosine'  # cosine: to 0; linear: to linear_end; rsqrt: 1/sqrt(steps); constant
     learning_rate: float = 1e-3  # peak learning rate
     warmup: Duration = _steps(0)  # length of the linear warmup from 0 to the peak
-    linear_end: float | None = None  # final rate of kind=linear; None: 1e-5, as in ViT's code
-    # Not None, so that the command line can set its `steps`, `epochs`, ...
-    rsqrt_timescale: Duration = _steps(_RSQRT_TIMESCALE)  # kind=rsqrt: t in peak / sqrt(1 + n/t)
+    linear_end: float | None = None  # final rate of kind=linear; None: 1e-5, as in the paper's code
+    # The default is not None, so that the command line can set `rsqrt_timescale.epochs`.
+    rsqrt_timescale: Duration = _steps(_RSQRT_TIMESCALE)  # kind=rsqrt: timescale t of the decay
     cooldown: Duration = _steps(0)  # length of a final linear decay to 0, for every kind
 
     def check(self) -> None:
@@ -64,7 +67,7 @@ class OptimizerConfig(ParamGroupsConfig):
     The default values are b1=0.9, b2=0.999, epsilon=1e-8 and momentum=0.9.
     """
 
-    # Rules are inherited, so that flags have short names such as optimizer.weight_decay.
+    # Fields of param groups are inherited, so that flags are short, such as optimizer.weight_decay.
     kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'  # adafactor: the variant of ViT-g
     b1: float | None = None  # decay of the first moment (adamw, adafactor); None: default
     b2: float | None = None  # decay of the second moment (adamw, adafactor); None: default
@@ -90,7 +93,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
     min(1, step / warmup), so that the rate of step 0 is 0.
 
     Raises:
-      UserError: If warmup and cooldown are longer than the training.
+      UserError: If warmup and cooldown together are longer than the training run.
     """
     total_steps, peak = length.total_steps, config.learning_rate
     warmup, cooldown = length.to_steps(config.warmup), length.to_steps(config.cooldown)
@@ -129,21 +132,21 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
 def make_optimizer(
     config: OptimizerConfig, schedule: Schedule, groups: ParamGroups
 ) -> optax.GradientTransformation:
-    """Makes the optimizer. Parameters that `rules` freeze have no moments.
+    """Makes the optimizer. Frozen parameters have no moments.
 
-    Their gradients must be zero (see `Rules.stop_frozen_gradients`), so that `clip_norm` ignores
-    them.
+    Their gradients must be zero, so that `clip_norm` ignores them (see
+    `ParamGroups.stop_frozen_gradients`).
     """
-    steps = []
+    chain = []
     if config.clip_norm is not None:
-        steps.append(optax.clip_by_global_norm(config.clip_norm))
-    moments, everything = _moments(config), all(jax.tree.leaves(groups.trainable))
-    steps.append(moments if everything else optax.masked(moments, groups.trainable))
-    steps += [optax.add_decayed_weights(amount, mask) for amount, mask in groups.weight_decays]
+        chain.append(optax.clip_by_global_norm(config.clip_norm))
+    moments, trains_all = _moments(config), all(jax.tree.leaves(groups.trainable))
+    chain.append(moments if trains_all else optax.masked(moments, groups.trainable))
+    chain += [optax.add_decayed_weights(amount, mask) for amount, mask in groups.weight_decays]
     factors = groups.lr_multipliers
     if any(np.any(factor != 1) for factor in jax.tree.leaves(factors)):
-        steps.append(optax.stateless(lambda grads, _: jax.tree.map(operator.mul, grads, factors)))
-    return optax.chain(*steps, optax.scale_by_learning_rate(schedule))
+        chain.append(optax.stateless(lambda grads, _: jax.tree.map(operator.mul, grads, factors)))
+    return optax.chain(*chain, optax.scale_by_learning_rate(schedule))
 
 
 def _moments(config: OptimizerConfig) -> optax.GradientTransformation:

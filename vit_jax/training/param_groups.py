@@ -1,6 +1,6 @@
 """Weight decay, learning rates and freezing of parameters, selected by name.
 
-Each rule reports which parameters it matches. A rule that matches none is an error.
+Each option reports which parameters it changes. A pattern that matches no parameter is an error.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ class ParamGroupsConfig(records.Record):
     def check(self) -> None:
         records.require_between(self, 'weight_decay', 'head_weight_decay', 'trained_blocks', low=0)
         records.require_between(self, 'layer_decay', above=0, high=1)
-        rates = (pattern for pattern, _ in self.lr_multipliers)
-        for pattern in self.decay_pattern, *self.frozen, *rates:
+        multiplied = (pattern for pattern, _ in self.lr_multipliers)
+        for pattern in self.decay_pattern, *self.frozen, *multiplied:
             records.require_pattern(pattern)
         for pattern, factor in self.lr_multipliers:
             wrong = f'factor {factor} of {pattern!r}; expected a number, at least 0'
@@ -56,7 +56,7 @@ class ParamGroups(NamedTuple):
 
     weight_decays: list[tuple[float, Any]]  # (weight decay, tree of booleans) pairs
     lr_multipliers: Any  # tree of factors, each a number or an array over blocks; 0: frozen
-    report: list[str]  # one line per rule, with what it matches
+    report: list[str]  # one line per option or pattern, with what it matches
 
     def stop_frozen_gradients(self, params: Any) -> Any:
         """Applies stop_gradient to frozen parameters."""
@@ -100,8 +100,8 @@ def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
         factors = _multiply(factors, _trainable_factors(params, blocks))
         last = 'the last block' if blocks == 1 else f'the last {blocks} blocks'
         what = f'the head, the final norm and {last}' if blocks else 'the head'
-        learned = jax.tree.map(lambda leaf, f: leaf.size * float(np.mean(f != 0)), params, factors)
-        report.append(f'trained: {what}, {round(sum(jax.tree.leaves(learned))):,} parameters')
+        counts = jax.tree.map(lambda leaf, f: leaf.size * float(np.mean(f != 0)), params, factors)
+        report.append(f'trained: {what}, {round(sum(jax.tree.leaves(counts))):,} parameters')
     for pattern in config.frozen:
         factors = multiply_matched(pattern, 0.0, 'frozen')
     body = config.weight_decay
@@ -131,7 +131,11 @@ def _trainable_factors(params: Any, count: int) -> Any:
 
 
 def _layer_indices(params: Any, field: str) -> tuple[Any, int]:
-    """Returns the layer of each leaf and of the head: 0 for inputs, blocks 1, 2, ... (axis 0)."""
+    """Returns the layer index of each leaf, and of the head.
+
+    Embeddings are layer 0. Blocks are layers 1, 2, ... along axis 0 of their leaves. The head is
+    the last layer.
+    """
     leaves = tree_names.named_leaves(params).items()
     depth = next((leaf.shape[0] for name, leaf in leaves if name.startswith(BLOCKS)), None)
     if depth is None:
@@ -146,7 +150,7 @@ def _layer_indices(params: Any, field: str) -> tuple[Any, int]:
 
 
 def _describe_match(params: Any, mask: Any) -> str:
-    """Describes matched parameters: numbers of arrays and parameters, and names."""
+    """Describes matched parameters: the number of arrays and of parameters, and their names."""
     chosen = tree_names.named_leaves(mask)
     leaves = {name: leaf for name, leaf in tree_names.named_leaves(params).items() if chosen[name]}
     size, names = sum(leaf.size for leaf in leaves.values()), [*leaves]

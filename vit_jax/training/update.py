@@ -15,9 +15,9 @@ from vit_jax.training.optimizer import Schedule
 
 Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
 
-# Purposes of keys; no key has two purposes. DROP folds in the step, and with accumulation the part
-# of the batch. AUGMENT and CORRUPT fold in the epoch and the number of each example, so that an
-# example does not depend on its batch.
+# Purposes of PRNG keys; no key has two purposes. The step is folded into the key of DROP, and with
+# gradient accumulation also the part of the batch. The epoch and number of each example are folded
+# into the keys of AUGMENT and CORRUPT, so that an example does not depend on its batch.
 INITIALIZE, AUGMENT, DROP, CORRUPT = range(4)
 
 
@@ -130,9 +130,9 @@ def make_update(
     If the loss or the gradient norm is not finite, the update is skipped: the state keeps its
     values, except for the step counters of state and schedule, and the metric `skipped` is 1.
 
-    `loss_sums` is described in `make_loss_sums`. `schedule` is the optimizer's, for the metric
-    `learning_rate`. With `accumulation_steps=k`, gradients of k parts of the batch are summed one
-    after the other. The update is the same, with activations of only one part in memory.
+    `make_loss_sums` describes `loss_sums`. The optimizer's `schedule` computes the `learning_rate`
+    metric. With `accumulation_steps=k`, gradients of k parts of the batch are summed one after the
+    other, with activations of one part in memory; the update is the same up to dropout's keys.
     """
 
     @functools.partial(accumulate_gradients, parts=accumulation_steps)
@@ -154,9 +154,9 @@ def make_update(
         average = state.ema_params
         if ema_decay is not None:
             average = optax.incremental_update(params, average, 1 - ema_decay)
-        # Selected here and not by the caller, so that the old state's memory can be reused. Not
-        # optax.apply_if_finite, which checks only the gradient, does not cover the average of
-        # parameters, and applies an update after a number of bad steps in a row.
+        # The state is selected here and not by the caller, so that the old state's memory can be
+        # reused. optax.apply_if_finite is not used: it checks only the gradient, does not cover the
+        # average of parameters, and applies an update after a number of bad steps in a row.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updated = TrainState(state.step, params, opt_state, average)
 

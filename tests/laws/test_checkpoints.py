@@ -62,7 +62,7 @@ def test_features_and_logits_of_a_family_equal_the_library_at_every_size(name, s
 
 def arguments_named_by(notes):
     """Returns the arguments that a reader of the file is told to add."""
-    told = [match[1] for note in notes if (match := re.search('load this one with (.*)', note))]
+    told = [match[1] for note in notes if (match := re.search('load this file with (.*)', note))]
     return eval(f'dict({", ".join(told)})')  # as a reader would type them
 
 

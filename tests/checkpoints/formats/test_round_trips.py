@@ -44,7 +44,7 @@ def outputs(network):
 
 def hints_of(notes):
     """The keyword arguments that the notes of `save` ask for."""
-    stated = [match[1] for note in notes if (match := re.search('load this one with (.*)', note))]
+    stated = [match[1] for note in notes if (match := re.search('load this file with (.*)', note))]
     return eval(f'dict({", ".join(stated)})')  # as a reader would type them
 
 

@@ -1,10 +1,10 @@
 """Evaluates a classifier on labeled images: python -m vit_jax.evaluate CHECKPOINT --data=DATA.
 
-CHECKPOINT has any format that vit_jax.load reads. DATA is any value of --config.data. Classes are
-matched by name if the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work
-directory of a run, and DATA is its config.data, the default split is the one that the run
-evaluated. --out=DIR writes evaluation.json (all metrics, also per class), confusion.npz and
-confusion.png.
+CHECKPOINT has any format that vit_jax.load reads, or is a name such as augreg:B/16 (vit_jax augreg
+lists these) or hf:OWNER/NAME. DATA is any value of --config.data. Classes are matched by name if
+the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work directory of a run,
+and DATA is its config.data, the default split is the one that the run evaluated. --out=DIR writes
+evaluation.json (all metrics, also per class), confusion.npz and confusion.png.
 """
 
 import argparse

@@ -4,8 +4,8 @@
         --config.data=DATA --workdir=DIR
 
 By default it fits few-shot linear probes; --config.fewshot.* selects shots, seeds, data sets, and
-other evaluations: kNN, logistic regression, episodes. DIR/fewshot.json receives the protocol and all
-accuracies.
+other evaluations: kNN, logistic regression, episodes. DIR/fewshot.json receives the protocol and
+all accuracies.
 """
 
 import argparse

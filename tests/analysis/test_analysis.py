@@ -64,9 +64,9 @@ def test_attention_to_the_class_token_has_no_distance():
 
 
 def test_numbers_of_tokens_and_pixels_must_match_the_grid():
-    with pytest.raises(UserError, match='prefix=0'):
+    with pytest.raises(UserError, match='0 prefix tokens'):
         attention.mean_attention_distance(random_weights(1, 1, 1, 7, 7), (2, 3), (8, 8), prefix=0)
-    with pytest.raises(UserError, match='prefix=0'):
+    with pytest.raises(UserError, match='0 prefix tokens'):
         positions.similarity(np.ones((7, 4)), (2, 3), prefix=0)
     with pytest.raises(UserError, match='5x6'):
         localization.split_into_patches(np.zeros((1, 5, 6, 3)), (2, 3))

@@ -108,7 +108,7 @@ def make_reader(
 
     Args:
       source: The images.
-      preprocessing: The preprocessing of the model; random crops need the option `crop`.
+      preprocessing: The preprocessing of the model. For another crop, create an `ImageReader`.
       size: The model's image size (height, width).
       **options: Other fields of `ImageReader`, such as `seed`.
     """

@@ -44,7 +44,7 @@ class Source:
     name_of: Callable[[int], str]
     label_of: Callable[[int], Label]
     size_of: Callable[[int], int] = lambda index: -1
-    labels_in_memory: bool = False  # False: labels are read from the disk; `size_of` covers them
+    labels_in_memory: bool = False  # False: read from the disk, and `size_of` changes with them
     sizes_in_memory: bool = True  # False: `size_of` accesses the disk
     multi_label: bool = False  # True: labels are rows of 0 and 1, not class numbers
     data: str = ''

@@ -34,7 +34,7 @@ class MeshConfig(Record):
     fsdp: int = 1  # devices that split the batch, parameters and optimizer state
     tensor: int = 1  # devices that split attention heads and hidden layers
     fsdp_min_mb: float = 1.0  # in MiB; smaller arrays are replicated, not split over fsdp
-    max_replicated_fraction: float = 0.1  # largest replicated share of the state with fsdp or tensor
+    max_replicated_fraction: float = 0.1  # share of the state that fsdp or tensor may replicate
     rules: tuple[tuple[str, Spec], ...] = ()  # (name pattern, axes), applied before other rules
 
     def check(self) -> None:

@@ -311,11 +311,16 @@ class Job:
 
 @contextlib.contextmanager
 def join_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
-    """Yields the job of this process. An exception within ends all processes of the job.
+    """Connects this process to its job: `with join_job(Launch(), report) as job:`.
+
+    An exception within the block ends all processes of the job.
 
     Args:
       launch: How the processes find each other.
       report: Prints an exception and returns the exit code.
+
+    Yields:
+      The job of this process.
     """
     job = Job(launch)
     try:

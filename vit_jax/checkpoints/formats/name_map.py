@@ -3,7 +3,7 @@
 A map is a list of rules. For example, timm stores the queries, keys and values of all heads of a
 block in one matrix, `blocks.0.attn.qkv.weight` of shape (3 * width, width). Our model has a kernel
 for each, stacked over the blocks, such as `encoder/block/attention/query/kernel` of shape (depth,
-width, heads, width / heads). The rule is
+width, heads, width / heads). The rule is:
 
     NameRule(
         'blocks.{layer0}.attn.qkv.weight',

@@ -34,7 +34,7 @@ class Source:
     `read(i)` returns image i and its label. `name_of(i)` returns its name for messages.
     `label_of(i)` returns only its label, which may be as slow as reading the image. `size_of(i)`
     returns a number that changes with the image, such as the size of its file or a checksum, or -1
-    if it is unknown; it decodes nothing. A run that resumes detects replaced images by it. `data`
+    if it is unknown; it decodes nothing. Resumed runs detect replaced images by this number. `data`
     and `split` are the names in the configuration (see `make_opener`).
     """
 

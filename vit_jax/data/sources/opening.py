@@ -70,8 +70,8 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
     of them, such as `train[:800]+validation[:200]`. A slice of files is a random sample with a
     fixed seed.
 
-    `labels` is a JSON file (see `replace_labels`) or a column of TFDS data, which replaces the
-    labels. Images without a class are skipped with a warning.
+    `labels` replaces the labels. It is a JSON file with a list of class numbers per image (see
+    `replace_labels`), or a column of TFDS data. Images without a class are skipped with a warning.
 
     `classes` are the names of the classes to keep; all if it is empty.
 

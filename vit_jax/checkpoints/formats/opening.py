@@ -45,7 +45,7 @@ class Checkpoint(NamedTuple):
     """An opened checkpoint whose arrays are not read yet."""
 
     path: str
-    format: str  # one of NAMES
+    format: str  # google, bigvision, timm, huggingface, open_clip or vit_jax
     layout: Layout | None  # None for a vit_jax directory
     card: Card
     report: list[str]  # lines for the user: format, model, assumptions and ignored arrays
@@ -60,8 +60,9 @@ def open_checkpoint(
     """Opens a checkpoint without reading its arrays.
 
     Args:
-      path: A file or directory of any format, `FILE:KEY` for a part of a file, or the name of a
-        remote checkpoint (checkpoints/remote.py), which is downloaded unless it is in the cache.
+      path: A file or directory of any format, `FILE:KEY` for a part of a file, or a remote name
+        (hf:, https://, gs://, augreg: or vit:; see checkpoints/remote.py), which is downloaded
+        unless it is in the cache.
       hints: Values that the file may leave open.
       image_size: If None, positions are resized to the image size that the checkpoint's own
         preprocessor produces. Otherwise the size in the file is kept: pass `stored`, or the size

@@ -92,10 +92,10 @@ def open_checkpoint(
         key=key,
     )
     with array_files.error_prefix(path):
+        require(stablehlo.PROGRAM not in contents.arrays, 'a program; load its original checkpoint')
         checkpoint = _parse(path, contents, hints, resized=image_size is None)
-    card, addresses = checkpoint.card, ' '.join([path, *origin])
-    if is_of_paper:
-        card = google.as_published(card)
+    addresses = ' '.join([path, *origin])
+    card = google.as_published(checkpoint.card) if is_of_paper else checkpoint.card
     report = [*origin, *checkpoint.report]
     nameless = CARD not in contents.metadata and not card.class_names
     if nameless and card.model.num_classes == 1000 and imagenet_classes.is_in_name(addresses):

@@ -128,7 +128,7 @@ class TrainConfig(Record):
 
     @property
     def evaluations(self) -> dict[str, EvalConfig]:
-        """Evaluations by name: `evals`, or `test` on `eval_split`."""
+        """Evaluations by name, from `evals`, or `test` on `eval_split`."""
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
 

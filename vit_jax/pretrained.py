@@ -65,7 +65,7 @@ class LoadedModel:
     report: tuple[str, ...] = ('a model without a file',)  # what was read and changed, in lines
     ignored: tuple[str, ...] = ()  # names of arrays in the file that the model does not use
     format: str = opening.OURS  # one of opening.NAMES
-    layout: Layout | None = None  # variant of the format, to write the file as it was read
+    layout: Layout | None = None  # names and layout of the arrays in the file; None: the usual ones
     compute: Compute = dataclasses.field(default_factory=lambda: Compute(dtype='float32'))
     origin: tuple[str, ...] = ()  # URL, commit and digests of a downloaded checkpoint
 
@@ -119,8 +119,10 @@ class LoadedModel:
     ) -> 'LoadedModel':
         """Returns the model with other parameters, for example fine-tuned ones.
 
-        If `class_names` or `loss` is None, it is kept. Raises UserError for parameters with other
-        names or shapes.
+        Args:
+          params: The new parameters. UserError is raised if names or shapes differ.
+          class_names: The new class names; None: the old ones.
+          loss: The loss of the new training (see `Card`); None: the old one.
         """
         new, old = (tree_names.named_leaves(each) for each in (params, self.params))
         tree_names.compare_leaves(new, old, where='params')
@@ -138,7 +140,7 @@ class LoadedModel:
         return has_classes and has_trained_head(self.params)
 
     def require_head(self, *, of_classes: bool = True) -> None:
-        """Raises UserError without a trained head; with `of_classes`, if it has no classes."""
+        """Raises UserError without a trained head, or with `of_classes`, without a classifier."""
         if self.config.num_classes is None:
             raise UserError('the checkpoint has no head; use its features, or fine-tune it')
         if self.card.projects:
@@ -180,7 +182,12 @@ class LoadedModel:
         return self.outputs(images, 'features')[0]
 
     def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[Any, ...]:
-        """Returns the named outputs from one forward pass. Images may be sharded over devices."""
+        """Returns outputs from one forward pass.
+
+        Args:
+          images: Images (b h w c), as returned by `preprocess`. They may be sharded over devices.
+          names: Any of logits, probabilities and features.
+        """
         if set(names) - {'features'}:
             self.require_head(of_classes='probabilities' in names)
         return _to_host(self._outputs(self.params, self._check_images(images), names))
@@ -255,17 +262,23 @@ def load(
     head: Callable[[int], Any] | None = None,
     dtype: Literal['float32', 'bfloat16'] = 'float32',
 ) -> LoadedModel:
-    """Loads a model from a checkpoint file or directory in any format of `opening.NAMES`.
+    """Loads a model from a checkpoint file or directory. The format is detected.
 
     Args:
-      path: A local path, or the name of a remote checkpoint (see checkpoints/remote.py).
-      grid, num_heads, gelu, layer_norm_epsilon: Facts that the file may lack (see `Hints`).
+      path: A local path, or the name of a remote checkpoint: hf:OWNER/NAME[@REVISION],
+        https://HOST/FILE, gs://BUCKET/FILE, augreg:VARIANT or vit:VARIANT.
+      grid: (rows, columns) of the position embeddings, if the file does not determine it.
+      num_heads: Number of attention heads, if the file does not determine it.
+      gelu: Formula of the GELU (exact, tanh or quick), if the file does not determine it.
+      layer_norm_epsilon: Epsilon of LayerNorm, if the file does not determine it.
       image_size: Resizes position embeddings to this (height, width). 'stored' keeps them. None
         resizes them to the image size that the checkpoint's own preprocessor produces.
       patch_size: Resizes the patch embedding to patches of this (height, width).
       channels: Adapts the patch embedding to images with this number of channels.
-      num_classes: None removes the head. A number replaces it with a head of zeros.
-      head: The function that made a custom head, which checkpoints do not contain.
+      num_classes: 'keep' keeps the head, None removes it, and a number replaces it with a head of
+        zeros.
+      head: The function from num_classes to a flax module that made a custom head, which
+        checkpoints do not contain.
       dtype: Type of matrix products. Parameters, norms and outputs are float32.
 
     Raises:
@@ -327,13 +340,14 @@ def save(
 ) -> list[str]:
     """Writes a model in the format in which it was read, or in another format.
 
-    A file of the same format keeps the `Layout` that was read.
+    If the format stays the same, arrays keep the names and the layout that were read.
 
     Args:
       loaded: The model.
       path: File or directory to write.
-      format: One of `opening.NAMES`. None: the format in which the model was read, unless the
-        ending of the path implies another one, for example timm for .safetensors.
+      format: google, bigvision, timm, huggingface, open_clip, vit_jax or stablehlo. None: the
+        format in which the model was read, unless the ending of the path implies another one, for
+        example timm for .safetensors.
       overwrite: Whether to replace an existing checkpoint.
       dtype: Type of the parameters in the file. None: the type that was read, or float32 if that
         type would round them.

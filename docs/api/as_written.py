@@ -57,9 +57,10 @@ def _docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines:
 
 
 def _skipped(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Skips fields, which are shown already, and `check`, which only records call."""
+    """Skips fields, which are shown already, and `check` of records, which only records call."""
     is_field = type(obj).__name__ == '_tuplegetter'
-    return True if is_field or name == 'check' else None
+    is_of_record = name == 'check' and obj.__qualname__ != 'Checkpoints.check'
+    return True if is_field or is_of_record else None
 
 
 def _has_fields(obj: Any) -> bool:

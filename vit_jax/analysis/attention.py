@@ -58,20 +58,26 @@ def mean_attention_distance(
     """
     n = weights.shape[-1]
     require_tokens(n, grid, prefix=prefix)
-    places = np.argwhere(np.ones(grid)) * np.array(patch_size)
-    distances = np.linalg.norm(places[:, None] - places, axis=-1).astype(np.float32)
-    among = jnp.asarray(weights, jnp.float32)[..., prefix:, prefix:]
-    return jnp.einsum('lbhqk,qk->lbhq', among, distances, precision='highest').mean(axis=(1, 3))
+    corners = np.argwhere(np.ones(grid)) * np.array(patch_size)
+    distances = np.linalg.norm(corners[:, None] - corners, axis=-1).astype(np.float32)
+    patches = jnp.asarray(weights, jnp.float32)[..., prefix:, prefix:]
+    return jnp.einsum('lbhqk,qk->lbhq', patches, distances, precision='highest').mean(axis=(1, 3))
 
 
 def uniform_distance(grid: tuple[int, int], patch_size: tuple[int | float, int | float]) -> float:
-    """Computes the mean distance of a head that attends equally to all patches, in pixels.
+    """Computes the mean attention distance of a head that attends equally to all patches.
 
-    Along a side of s patches, s - |d| pairs of patches have distance d.
+    Args:
+      grid: Rows and columns of patches.
+      patch_size: Height and width from one patch to the next, in pixels.
+
+    Returns:
+      The distance in pixels.
     """
-    apart = [np.arange(1 - side, side) for side in grid]
-    rows, columns = (side - np.abs(d) for side, d in zip(grid, apart, strict=True))
-    distances = np.hypot.outer(*(d * size for d, size in zip(apart, patch_size, strict=True)))
+    # In a row or column of s patches, s - |d| ordered pairs of patches have the offset d.
+    offsets = [np.arange(1 - side, side) for side in grid]
+    rows, columns = (side - np.abs(d) for side, d in zip(grid, offsets, strict=True))
+    distances = np.hypot.outer(*(d * size for d, size in zip(offsets, patch_size, strict=True)))
     return float(rows @ distances @ columns / np.prod(grid) ** 2)
 
 

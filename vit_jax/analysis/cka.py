@@ -3,9 +3,11 @@
 This is minibatch CKA with the unbiased estimator of HSIC (Nguyen et al. 2021, equations 3 to 5;
 Raghu et al. 2021, section 3). Its terms are summed over minibatches, and the ratio is taken once:
 
+    summands = []
     for layers_x, layers_y in minibatches:  # lists of arrays (images, features...)
         grams = [jnp.stack([centered_gram(z) for z in zs]) for zs in (layers_x, layers_y)]
-        total = jax.tree.map(operator.add, total, terms(*grams))
+        summands.append(terms(*grams))
+    total = jax.tree.map(lambda *values: sum(values), *summands)
     similarity = ratio(*total)
 """
 

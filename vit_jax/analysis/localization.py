@@ -14,7 +14,7 @@ def split_into_patches(
     """Splits images into a grid of patches, in row-major order.
 
     Returns:
-      Pixels: patches, images, values.
+      Pixels of shape (patches, images, values).
 
     Raises:
       UserError: If the image size is not a multiple of the grid.

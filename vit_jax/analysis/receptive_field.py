@@ -22,7 +22,7 @@ def receptive_fields(
       centers: Maps images to the d features at the center of each of l layers. The features of an
         image must not depend on other images.
       images: Images.
-      channels: s feature channels per image, from 0 to d - 1, to differentiate.
+      channels: The s feature channels to differentiate for each image, from 0 to d - 1.
 
     Returns:
       Gradients, averaged over images, feature channels and colors.

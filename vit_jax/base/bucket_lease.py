@@ -15,7 +15,7 @@ from collections.abc import Callable
 from vit_jax.base.errors import UserError
 from vit_jax.base.storage import Path, bucket_and_name, usable
 
-UPLOAD = 30.0  # seconds, after which a line that was added is on the bucket at the latest
+UPLOAD = 30.0  # seconds from one upload of added lines to the next
 LEASE = 60.0  # seconds without a renewal, after which a lease is free
 
 

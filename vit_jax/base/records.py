@@ -25,7 +25,8 @@ class Record:
 
     A value must have the type of its field; `Literal['adamw', 'sgd']` lists the possible values. A
     single number for a `tuple[int, int]`, a size (height, width), is used for both sides. A record
-    in a field is copied.
+    in a field is copied. A subclass can define a method `check`, which raises UserError for
+    impossible values.
 
     Raises:
       UserError: If a value has another type or `check` rejects it, or if an unknown field is
@@ -152,6 +153,11 @@ def _to_plain(value: Any, hint: Any) -> Any:
 def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
     """Creates a record of class `cls` from JSON values: the inverse of `to_dict`.
 
+    Args:
+      cls: The class.
+      values: A value for each field; fields with defaults may be left out.
+      where: The name of the record in messages, such as `config`.
+
     Raises:
       UserError: If a field is missing or unknown, or for the reasons that `Record` lists. The
         message names `where.field`.
@@ -173,9 +179,15 @@ def validated(record: R, *, where: str) -> R:
 
 
 def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
-    """Returns a validated copy with new values, by the path of the field, such as `model.depth`.
+    """Returns a validated copy with new values of some fields.
 
-    Raises UserError for an unknown field or an impossible value.
+    Args:
+      record: The record.
+      values: The new values by the path of the field, such as `model.depth`.
+      where: The name of the record in messages, such as `config`.
+
+    Raises:
+      UserError: If a field is unknown or a value is impossible.
     """
     copy = validated(record, where=where)
     for path, value in values.items():
@@ -247,7 +259,7 @@ def parse(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
             return {parse(key, k, where): parse(item, v, f'{where}.{k}') for k, v in value.items()}
         if option is float and type(value) is int:
             return float(value)
-        if option is Any or type(value) is option:  # NoneType too
+        if option is Any or type(value) is option:  # the option for None is NoneType
             is_record = isinstance(value, Record)
             return validated(value, where=where) if is_record and copies else value
         if origin is Literal and type(value) in map(type, items) and value in items:

@@ -86,7 +86,8 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
     """Converts exceptions within the context into a UserError that starts with `name`.
 
     Converts every OSError, every exception if `name` is a URL, and every exception if `expected` is
-    given. Other exceptions are bugs and pass through.
+    given. Other exceptions are bugs and pass through. If an OSError names a file, the message
+    starts with that file.
 
     Args:
       name: The file, folder, URL or flag of the user that is used in the context.
@@ -213,7 +214,7 @@ def bucket_and_name(path: Path) -> tuple[Any, str]:
     from google.cloud import storage
 
     bucket, _, name = os.fspath(path).removeprefix('gs://').partition('/')
-    return storage.Client(project=None).bucket(bucket), name  # only buckets need a project
+    return storage.Client(project=None).bucket(bucket), name  # objects need no project
 
 
 def format_digest(size: int, crc32c: str) -> str:
@@ -239,9 +240,9 @@ def read_digests(folder: Path) -> dict[str, str]:
 def move_bucket_folder(source: Path, target: Path) -> None:
     """Moves a folder on a bucket, object by object."""
     with usable(source):
-        (bucket, name), (_, place) = bucket_and_name(source), bucket_and_name(target)
-        for blob in bucket.list_blobs(prefix=f'{name}/'):
-            bucket.rename_blob(blob, place + blob.name.removeprefix(name))
+        (bucket, old), (_, new) = bucket_and_name(source), bucket_and_name(target)
+        for blob in bucket.list_blobs(prefix=f'{old}/'):
+            bucket.rename_blob(blob, new + blob.name.removeprefix(old))
 
 
 def require_writable_bucket(folder: Path) -> None:

@@ -15,12 +15,12 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns all leaves by name, in the order of the tree."""
+    """Returns all leaves by name, such as `encoder/norm/scale`, in the order of the tree."""
     return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Works like `jax.tree.map`, but calls the function with the leaf's name first."""
+    """Works like `jax.tree.map`, but passes the leaf's name as the first argument."""
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(leaf_name(path), *leaves), tree, *rest
     )
@@ -29,7 +29,8 @@ def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 def match_mask(tree: Any, pattern: str) -> Any:
     """Returns a tree of booleans: True if the regular expression matches the leaf's whole name.
 
-    Raises UserError if it matches no leaf, because then it is a typo.
+    Raises:
+      UserError: If it matches no leaf, because then it is a typo.
     """
     result = map_named(lambda name, _: re.fullmatch(pattern, name) is not None, tree)
     if not any(jax.tree.leaves(result)):

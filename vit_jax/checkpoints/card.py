@@ -24,6 +24,7 @@ class Card(Record):
     # The training loss: softmax, sigmoid, contrastive, regression (transformers) or
     # MODULE:FUNCTION; None: unknown.
     loss: str | None = None
+    # Versions of the packages that trained the model, by name.
     software: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:

@@ -119,7 +119,10 @@ def find(name: str) -> Published:
 
 
 class Row(NamedTuple):
-    """A row of the AugReg index: a pre-trained checkpoint and one fine-tuned version of it."""
+    """A row of the AugReg index: a pre-trained checkpoint and one fine-tuned version of it.
+
+    The names of the fields are the names of the columns.
+    """
 
     ds: str  # the data set of pre-training
     filename: str  # of the pre-trained checkpoint, without `.npz`

@@ -66,7 +66,7 @@ def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new 
     at = (np.arange(new)[:, None] + 0.5) * step - 0.5
     if how == 'bilinear_edges':
         return np.maximum(0, 1 - np.abs(np.clip(at, 0, old - 1) - np.arange(old)))
-    if how == 'bicubic_antialias':  # the kernel is widened to shrink, and cut at the edges
+    if how == 'bicubic_antialias':  # widens the kernel if the grid shrinks, and cuts it at edges
         wide = max(step, 1.0)
         weights = _cubic((np.arange(old) - at) / wide, a=-0.5)
         return weights / weights.sum(axis=1, keepdims=True)
@@ -103,7 +103,7 @@ def rechannel(kernel: Float[np.ndarray, 'p q c d'], new: int) -> Float[np.ndarra
 
     A single channel is the sum of all old ones. More channels repeat the old ones in turn, each
     divided by its number of repetitions, so that images with equal channels give the same tokens as
-    before. Two or more, but fewer channels than before are the first ones, scaled by old / new.
+    before. For fewer channels, but at least two, the first ones are kept and scaled by old / new.
     """
     old = kernel.shape[2]
     if new == 1:

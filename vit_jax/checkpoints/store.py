@@ -47,8 +47,8 @@ class Checkpoints:
       keep: How many of the newest checkpoints are kept.
       along: Files, such as metrics, that are synced to the disk before a checkpoint is completed,
         so that their contents survive a power failure together with the checkpoint.
-      held: Called before a checkpoint is completed. It raises UserError if another run has taken
-        over the work directory.
+      held: A function that raises UserError if another run has taken over the work directory;
+        called before a checkpoint is completed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Checkpoints:
         self._plain = self._resources.enter_context(storage.orbax_safe_path(self._folder))
         self._writer = ocp.AsyncCheckpointer(_composite())
         self._resources.callback(self._writer.close)
-        #: The step of the newest checkpoint; until `wait` returns, it may still be written.
+        #: The step of the newest checkpoint, or None. Until `wait` returns, it may not be complete.
         self.latest_step = max(digests.list_steps(self._folder), default=None)
 
     def path(self, step: int) -> Path:
@@ -79,7 +79,15 @@ class Checkpoints:
         return self._folder / str(step)
 
     def save(self, step: int, params: Params, training: Any, card: Json, progress: Json) -> None:
-        """Starts to save a step; does nothing if it is the latest saved step."""
+        """Starts to save a step; does nothing if it is the latest saved step.
+
+        Args:
+          step: The step.
+          params: The parameters to use, which `load_params` reads.
+          training: The rest of the training state, a tree of arrays (see `TrainState.split`).
+          card: A `Card` as JSON values.
+          progress: JSON values that `restore` returns.
+        """
         if step == self.latest_step:
             return self.check()
         self.wait()
@@ -241,7 +249,7 @@ def checkpoint_folder(path: str) -> Path:
 
 
 def load_card(path: str) -> tuple[dict[str, Any], Path]:
-    """Returns the card as JSON values, and the folder of the checkpoint."""
+    """Returns the card as JSON values, and the folder of the checkpoint (see `load_params`)."""
     folder = checkpoint_folder(path)
     return _read_json(folder, CARD), folder
 
@@ -259,9 +267,13 @@ def count_params(folder: Path) -> int:
 
 
 def load_params(path: str) -> Params:
-    """Loads the parameters of the checkpoint at a path as float32 into host memory.
+    """Loads parameters as float32 into host memory.
+
+    Args:
+      path: A checkpoint, or a work directory, whose newest checkpoint is loaded.
 
     Raises:
+      MissingFile: If there is no complete checkpoint.
       DamagedCheckpoint: If a file has changed since it was written.
     """
     folder, reader = checkpoint_folder(path), _array_handler()
@@ -290,7 +302,8 @@ def _readable(folder: Path) -> Iterator[Any]:
 def save_alone(folder: Path, params: Params, card: Json) -> None:
     """Writes parameters and card as a checkpoint that belongs to no run.
 
-    An existing checkpoint is replaced once the new one is complete.
+    An existing checkpoint is replaced once the new one is complete. `card` is a `Card` as JSON
+    values.
 
     Raises:
       UserError: If the path holds anything except a checkpoint or an empty folder.

@@ -51,8 +51,8 @@ def transfer(
     named, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
     head = head_params(fresh)
     tanh = [n for n in named if n.startswith('pre_logits/') and n not in expected]
-    one, two = ({(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (named, expected))
-    masked = {name for name, _ in one ^ two if name.startswith(f'{MASKED}/')}
+    shapes = [{(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (named, expected)]
+    masked = {name for name, _ in shapes[0] ^ shapes[1] if name.startswith(f'{MASKED}/')}
     dropped = {*head_params(params), *tanh, *masked}
     body = {name: leaf for name, leaf in named.items() if name not in dropped}
     body, report = adapt(body, old=old, new=new)  # a flat dictionary is a pytree too
@@ -146,7 +146,7 @@ def adapt_and_replace_head(params: Params, *, old: ModelConfig, new: ModelConfig
 
 
 def remove_head(config: ModelConfig) -> ModelConfig:
-    """Returns the model without a head; its outputs are the features."""
+    """Returns the configuration without a head; the model then returns the features."""
     changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
     if isinstance(config, ViTConfig):
         changes['patch_outputs'] = None
@@ -154,7 +154,12 @@ def remove_head(config: ModelConfig) -> ModelConfig:
 
 
 def with_linear_head(config: ModelConfig, *, num_classes: int | None) -> ModelConfig:
-    """Returns the model to fine-tune, with a single linear layer as head (section 3.2)."""
+    """Returns the configuration with a single linear layer as head (ViT paper, section 3.2).
+
+    Args:
+      config: The architecture, such as a pre-trained model's.
+      num_classes: The number of classes; None: no head.
+    """
     changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
     if isinstance(config, ViTConfig):
         changes |= {'representation_size': None, 'patch_outputs': None}

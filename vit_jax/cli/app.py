@@ -47,8 +47,9 @@ def run(
     Args:
       main: Runs the program with the parsed arguments and returns its exit code.
       parser: Parses the arguments.
-      only_prints: The program only prints, so it exits if stdout is closed, as by `| head`.
-      on_devices: Calls `prepare_devices` before `main`.
+      only_prints: Whether the program only prints. It then exits if stdout is closed, as by
+        `| head`.
+      on_devices: Whether to call `prepare_devices` before `main`.
     """
     if not only_prints:
         output.ignore_closed_pipes()
@@ -107,9 +108,10 @@ def report(error: BaseException) -> int:
 def prepare_devices(*, processes: int = 1) -> None:
     """Checks that the devices of JAX_PLATFORMS exist, and enables jax's compilation cache.
 
-    JAX_COMPILATION_CACHE_DIR sets another folder, and JAX_ENABLE_COMPILATION_CACHE=false disables
-    the cache. With several processes the cache has no default folder: a process that loads a
-    program from its cache would not wait for the processes that compile it.
+    The cache is the folder `compiled` of `cache()`. JAX_COMPILATION_CACHE_DIR sets another folder,
+    and JAX_ENABLE_COMPILATION_CACHE=false disables the cache. With several processes the cache has
+    no default folder: a process that loads a program from its cache would not wait for the
+    processes that compile it.
     """
     meshes.require_devices()
     if jax.config.values['jax_compilation_cache_dir'] is None and processes == 1:

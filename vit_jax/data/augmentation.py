@@ -7,16 +7,16 @@ RandAugment (Cubuk et al. 2019) follows the AugReg and big_vision recipes: it ap
 operations at one magnitude, each drawn uniformly from sixteen. To run a batch with different
 operations as one vectorized program, every image goes through four passes, and each operation acts
 in one of them: an affine gather of pixels, a table of 256 values per channel, a blend with another
-image, and a square that is cut out. Quirks of the original are kept, because recipes were tuned
-with them; the last one is optional (`RandAugment.contrast`):
+image, and a square that is cut out. Quirks of the original TensorFlow code are kept, because the
+recipes were tuned with them; the last one is optional (`RandAugment.contrast`):
 
 - A magnitude above 10 is not clipped: 15 and 20 extrapolate the ranges.
 - Posterize and solarize get weaker with the magnitude. They are strongest at magnitude 0, so two
   layers at magnitude 0 do change images.
 - Color, contrast, brightness and sharpness only increase above magnitude 5. The signs of shears,
   rotations and translations are random.
-- A drawn operation is always applied: the probability that the original draws has no effect.
-- Contrast is scaled around the number of pixels / 256 instead of the mean gray value.
+- A drawn operation is always applied. The original also draws a probability, but does not use it.
+- Contrast is scaled around a gray level of (number of pixels) / 256 instead of the mean.
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ AUGREG_LEVELS = {
 Image = UInt8[Array, 'h w 3']
 Index = Int[Array, '']
 _ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
-# A custom augmentation (key, batch) -> batch. The batch has uint8 images as the preprocessing crops
-# them. The key is the same at every step: use `example_keys(key, batch)`, or fold in epoch and
-# example. The function may return float images of 0 to 255, and labels as rows (b k).
+# A custom augmentation (key, batch) -> batch. The images are uint8 and already cropped. The key is
+# the same at every step: derive keys with `example_keys(key, batch)`. The function may return float
+# images of 0 to 255, and labels as rows (b k).
 AugmentFunction = Callable[[Key[Array, ''], Batch], Batch]
 # Purposes of random numbers, folded into an example's key; RandAugment also folds in the layer.
 _SHIFT, _FLIP, _RANDAUGMENT, _ERASE, _MIX = range(5)
@@ -57,7 +57,7 @@ OPERATIONS = tuple(
 )
 GRAY = 128  # fill value of pixels without a source
 _SIDE = 224  # image side to which the following lengths refer
-_TRANSLATE, _CUTOUT = 100, 40  # pixels at magnitude 10
+_TRANSLATE, _CUTOUT = 100, 40  # shift, and half the side of the square, in pixels at magnitude 10
 _LUMINANCE = 0.2989, 0.587, 0.114
 
 
@@ -67,7 +67,7 @@ class RandAugment(Record):
 
     layers: int = 0  # operations per image
     magnitude: float = 10.0  # strength of each operation; 1 rotates by 3 degrees
-    contrast: Contrast = 'mean'  # gray level that stays: mean (Pillow), or pixels / 256 (original)
+    contrast: Contrast = 'mean'  # gray level it keeps: mean; pixel_count: pixels / 256 (AugReg)
 
     def check(self) -> None:
         require_between(self, 'layers', 'magnitude', low=0)
@@ -97,7 +97,14 @@ class Augmentation(Record):
 
 
 def augreg(level: str) -> Augmentation:
-    """Returns the augmentation of an AugReg level: Inception crop, flips, RandAugment and MixUp."""
+    """Returns the augmentation of an AugReg level: Inception crop, flips, RandAugment and MixUp.
+
+    Args:
+      level: One of none, light1, light2, medium1, medium2, strong1, strong2.
+
+    Raises:
+      KeyError: If the level is unknown.
+    """
     layers, magnitude, mixup = AUGREG_LEVELS[level]
     strength = RandAugment(layers=layers, magnitude=magnitude, contrast='pixel_count')
     return Augmentation(crop=InceptionCrop(), flip=True, randaugment=strength, mixup=mixup)
@@ -123,7 +130,7 @@ def augment(
 
     Args:
       key: The same key at every step.
-      batch: A batch, as in loading.py.
+      batch: A batch of a `Loader`.
       config: The augmentation.
       targets_of: Converts labels (b or b k) to targets (b k), which MixUp and CutMix mix.
     """
@@ -136,7 +143,7 @@ def augment(
         return batch
     size = images.shape[1], images.shape[2]
     own = jax.vmap(lambda key: _draw_own_weight(jax.random.fold_in(key, _MIX), config, size))(keys)
-    own = jnp.where(jnp.roll(batch['mask'], 1)[:, None, None], own, 1.0)  # the neighbor is masked
+    own = jnp.where(jnp.roll(batch['mask'], 1)[:, None, None], own, 1.0)  # 1 if neighbor is masked
     return batch | {
         'images': _mix(images.astype(jnp.float32), own[..., None]),
         'labels': _mix(targets_of(batch['labels']), own.mean(axis=(1, 2))[:, None]),
@@ -184,7 +191,7 @@ def _draw_own_weight(key: Key[Array, ''], config: Augmentation, size: Size) -> F
     mixup_key, cutmix_key, place, coin = jax.random.split(key, 4)
     if config.mixup:
         own = jax.random.beta(mixup_key, config.mixup, config.mixup)
-        # Weights of at least 1/2, or two neighbors could both become the same image.
+        # At least 1/2, because otherwise two neighbors could become the same image.
         mixed = jnp.full(size, jnp.maximum(own, 1 - own))
     if config.cutmix:
         cut = 1 - jax.random.beta(cutmix_key, config.cutmix, config.cutmix)
@@ -210,9 +217,9 @@ def _box_mask(corner: Float[Array, '2'], opposite: Float[Array, '2'], size: Size
 def apply_randaugment(key: Key[Array, ''], image: Image, config: RandAugment) -> Image:
     """Applies `config.layers` randomly drawn operations."""
     for layer in range(config.layers):
-        choice, rest = jax.random.split(jax.random.fold_in(key, layer))
-        chosen = jax.random.randint(choice, (), 0, len(OPERATIONS))
-        image = apply_op(rest, image, chosen, magnitude=config.magnitude, contrast=config.contrast)
+        draw_key, op_key = jax.random.split(jax.random.fold_in(key, layer))
+        op = jax.random.randint(draw_key, (), 0, len(OPERATIONS))
+        image = apply_op(op_key, image, op, magnitude=config.magnitude, contrast=config.contrast)
     return image
 
 
@@ -301,7 +308,7 @@ def _equalize_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
 
 
 def _blend(image: Image, operation: Index, factor: float) -> Image:
-    """Extrapolates away from a gray image (color) or a smoothed image (sharpness)."""
+    """Blends the image with a gray (color) or a smoothed one (sharpness); `factor` 1: unchanged."""
     is_color, pixels = _is(operation, 'color'), image.astype(jnp.float32)
     other = jnp.where(is_color, _luminance(image)[..., None], _smooth(pixels))
     amount = jnp.where(is_color | _is(operation, 'sharpness'), factor, 1.0)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
 Image = UInt8[np.ndarray, '_ _ 3']
-# The default limit: larger than the image of any camera (200 megapixels); 0.8 GB as RGB.
+# The default limit: 268 megapixels, 0.8 GB as RGB. Phone cameras have up to 200 megapixels.
 MAX_PIXELS = 2**28
 MAX_PIXELS_LIMIT = 2**30  # the largest limit that a user may set
 # Supported formats, by Pillow's names.
@@ -95,8 +95,8 @@ def open_with_pillow(stored: bytes) -> Any:
     """Opens an image with Pillow, which decodes it lazily.
 
     Calls Pillow's function for the format instead of `PIL.Image.open`, which hides the reason of a
-    failure and has a process-wide pixel limit, which a library should not change. TIFF and WebP
-    still enforce that limit (179 million pixels by default).
+    failure and has a pixel limit for the whole process that a library should not change. TIFF and
+    WebP still enforce that limit (179 million pixels by default).
 
     Raises UserError if the format is not supported or the start of the image is damaged.
     """
@@ -129,7 +129,8 @@ def decode(
     """Decodes an image to RGB with 8 bits per channel.
 
     Converts gray, CMYK, 16-bit and palette images to RGB. Drops transparency: a transparent pixel
-    keeps its stored color. Detects the format from the bytes, not from a file name.
+    keeps its stored color. Detects the format from the bytes, not from a file name. The result is a
+    uint8 array (h w 3).
 
     Args:
       stored: The bytes of an encoded file, or a uint8 array (h w), (h w 1) or (h w 3).
@@ -177,7 +178,7 @@ def read_orientation(stored: bytes) -> int:
 
 def apply_orientation(image: Image, orientation: int) -> Image:
     """Turns an image that is stored in this EXIF orientation upright."""
-    import cv2  # takes a tenth of numpy's time
+    import cv2  # transposes 3 times and mirrors 17 times as fast as numpy
 
     if orientation in _TRANSPOSED:
         image = cv2.transpose(image)
@@ -251,8 +252,8 @@ def decode_region(
         frequency domain. The region is extended to whole pixels of the smaller image.
       exif_rotation: Whether to apply the EXIF orientation.
       max_pixels: The most pixels that the whole image may have.
-      to_end: Whether to detect damage below the region of a JPEG, which takes an eighth of the time
-        for a photo of 0.1 MB.
+      to_end: Whether to detect damage below the region of a JPEG, which takes an eighth of the
+        decoding time of a photo of 0.1 MB.
     """
     region = None
     if is_jpeg(stored) and (header := read_header(stored, max_pixels)).is_plain_jpeg:

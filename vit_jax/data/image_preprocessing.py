@@ -30,6 +30,7 @@ class Resize(Record):
     resize: ResizeMethod = 'bilinear'  # the other methods use antialiasing
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        """Returns the resized image (h w 3); `rng` is not used."""
         return _resize(image, size, self.resize)
 
     def placement(self, shape: TracedSize, size: Size) -> tuple[TracedSize, TracedSize]:
@@ -56,6 +57,7 @@ class CentralCrop(Record):
         require_between(self, 'scale', low=1, high=16)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        """Returns the crop (h w 3) of an image; `rng` is not used."""
         resized, (top, left) = self.placement(image.shape[:2], size)
         image = _resize(image, resized, self.resize)
         return image[top : top + size[0], left : left + size[1]]
@@ -75,9 +77,9 @@ class CentralCrop(Record):
         height, width = rounded(size[0] * self.scale), rounded(size[1] * self.scale)
         if not self.keep_aspect:
             return height, width
-        if self.rounding == 'transformers':  # it scales the shorter side, for any shape of crop
+        if self.rounding == 'transformers':  # scales the shorter side even if the crop is no square
             height = width = max(min(height, width), *size)
-        # timm uses ResizeKeepRatio for sizes that are not square, which rounds to the nearest.
+        # timm resizes to a size that is not square with ResizeKeepRatio, which rounds to nearest.
         nearest |= self.rounding == 'timm' and height != width
         return _covering_size(old, (height, width), _rounded if nearest else operator.floordiv)
 
@@ -94,6 +96,7 @@ class RandomCrop(Record):
         require_between(self, 'scale', low=1)
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        """Returns a crop (h w 3) of an image; `rng` draws its position."""
         assert rng is not None  # random crops are for training only
         scaled = round(size[0] * self.scale), round(size[1] * self.scale)
         if self.keep_aspect:
@@ -125,6 +128,7 @@ class InceptionCrop(Record):
             require(low <= high, f'{name}={(low, high)}: expected the smaller number first')
 
     def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        """Returns a resized region (h w 3) of an image; `rng` draws the region."""
         assert rng is not None  # random crops are for training only
         return _resize(cut(image, self.region(image.shape[:2], rng)), size, 'bilinear')
 
@@ -132,8 +136,8 @@ class InceptionCrop(Record):
         """Draws the top, left, height and width of a region of an image of this shape.
 
         Follows TensorFlow's `sample_distorted_bounding_box`, as in the paper's code: draws the
-        aspect ratio, then the height, uniformly among the heights with a legal area that fit into
-        the image. Returns the whole image after 100 failed attempts.
+        aspect ratio, then the height, uniformly among the heights with an allowed area that fit
+        into the image. Returns the whole image after 100 failed attempts.
         """
         height, width = shape
         for _ in range(100):
@@ -173,7 +177,7 @@ class Preprocessing(Record):
         require(not self.crop.random, 'crop: got a random crop; set it as augmentation.crop')
         require_between(self, 'mean', low=0, high=255)
         require_between(self, 'std', low=0.1, high=10_000)
-        for name in 'mean', 'std':  # at least 1 in pixel values, or a mean of 0
+        for name in 'mean', 'std':  # rejects values for pixels of 0 to 1; a mean may be 0
             values = getattr(self, name)
             scale = 'expected values for pixels of 0 to 255, not 0 to 1; multiply by 255'
             require(max(values) > 0.95 or not any(values), f'{name}={values}: {scale}')

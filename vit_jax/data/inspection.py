@@ -32,9 +32,10 @@ class SplitReport:
     classes: dict[str, int]  # number of images per class
     formats: dict[str, int] = dataclasses.field(default_factory=dict)
     unreadable: list[str] = dataclasses.field(default_factory=list)  # NAME: reason
-    misnamed: list[str] = dataclasses.field(default_factory=list)  # NAME: format; wrong extension
+    misnamed: list[str] = dataclasses.field(default_factory=list)  # NAME: actual format
     duplicates: list[str] = dataclasses.field(default_factory=list)  # NAME = OTHER: equal bytes
-    contradictory: list[str] = dataclasses.field(default_factory=list)  # duplicates, other classes
+    # NAME (classes) = OTHER (classes): equal bytes, but different classes.
+    contradictory: list[str] = dataclasses.field(default_factory=list)
     height: list[int] = dataclasses.field(default_factory=list)  # minimum, median, maximum
     width: list[int] = dataclasses.field(default_factory=list)  # in pixels; empty without images
 

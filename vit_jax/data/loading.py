@@ -47,11 +47,11 @@ class ImageReader:
 
     source: Source
     crop: Crop
-    size: Size
-    exif_rotation: bool
-    seed: int = 0
-    on_unreadable: OnUnreadable = 'error'
-    max_pixels: int = MAX_PIXELS
+    size: Size  # (height, width) of the crops
+    exif_rotation: bool  # whether to apply the EXIF orientation
+    seed: int = 0  # seed of random crops
+    on_unreadable: OnUnreadable = 'error'  # skip: mask unreadable images
+    max_pixels: int = MAX_PIXELS  # images with more pixels are unreadable
     on_skipped: Callable[[str], None] | None = None  # called with a message per skipped image
 
     def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
@@ -104,7 +104,14 @@ class ImageReader:
 def make_reader(
     source: Source, preprocessing: Preprocessing, size: Size, **options: Any
 ) -> ImageReader:
-    """Makes a reader for a model with this preprocessing and image size."""
+    """Makes a reader for a model.
+
+    Args:
+      source: The images.
+      preprocessing: The preprocessing of the model. For another crop, create an `ImageReader`.
+      size: The model's image size (height, width).
+      **options: Other fields of `ImageReader`, such as `seed`.
+    """
     rotation = preprocessing.exif_rotation
     return ImageReader(source, preprocessing.crop, size, exif_rotation=rotation, **options)
 
@@ -173,6 +180,12 @@ def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int
     """Raises UserError if the batches of this host need more than the machine's memory.
 
     One batch is read while another one is used. On a CPU, jax also holds the images as float32.
+
+    Args:
+      batch_size: Images per batch of all processes.
+      size: The (height, width) of the images.
+      name: The flag or field of the batch size, for the message.
+      accumulation_steps: Number of parts of a batch for gradient accumulation.
     """
     rows, (height, width) = -(-batch_size // jax.process_count()), size
     copies = 2 + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
@@ -182,7 +195,8 @@ def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int
     require(needed <= memory, f'{name}={batch_size}: {text}')
 
 
-Sampler = Callable[[int], ExampleRef | None]  # maps a position in the example stream to an example
+# Maps a position in the stream of examples to an example; None: padding.
+Sampler = Callable[[int], ExampleRef | None]
 
 
 def shuffled_sampler(count: int, *, seed: int) -> Sampler:
@@ -195,12 +209,12 @@ def shuffled_sampler(count: int, *, seed: int) -> Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class Loader:
-    """Makes batches: `load` runs in host threads, and `place` completes its result on devices."""
+    """The two steps that make a batch; `training_batches` and `sequential_batches` call them."""
 
     source: Source
-    load: Callable[[Sequence[ExampleRef | None]], Batch]
-    place: Callable[[Batch], Batch]
-    sharding: NamedSharding
+    load: Callable[[Sequence[ExampleRef | None]], Batch]  # reads into host memory; None: padding
+    place: Callable[[Batch], Batch]  # maps the loaded arrays, moved to devices, to the batch
+    sharding: NamedSharding  # of the batches
 
 
 def make_loader(
@@ -264,7 +278,16 @@ def _keep_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
 def host_batches(
     loader: Loader, sampler: Sampler, *, steps: range, rows: Int[np.ndarray, 'r'], batch_size: int
 ) -> Iterator[Batch]:
-    """Loads these rows of the global batch of each step into host memory, in the background."""
+    """Yields a part of the global batch of each step, loaded into host memory in the background.
+
+    Args:
+      loader: Loads the examples.
+      sampler: Maps a position in the stream of examples to an example; None: padding. Row r of step
+        n has the position n * batch_size + r.
+      steps: The steps of the batches.
+      rows: The rows of the global batch to load.
+      batch_size: Rows of the global batch.
+    """
     import grain
 
     def load(step: int) -> Batch:
@@ -286,7 +309,16 @@ def batches(loader: Loader, sampler: Sampler, *, steps: range, batch_size: int) 
 def training_batches(
     loader: Loader, *, steps: range, batch_size: int, seed: int
 ) -> Iterator[Batch]:
-    """Yields batches of shuffled examples. Batch n does not depend on the first step of `steps`."""
+    """Yields the batches of these steps, from examples that are shuffled anew in each epoch.
+
+    The batch of a step does not depend on the first step of `steps`.
+
+    Args:
+      loader: Makes the batches.
+      steps: The steps of the batches, such as range(1000).
+      batch_size: Images per batch of all processes.
+      seed: Seed of the order.
+    """
     sampler = shuffled_sampler(len(loader.source), seed=seed)
     return batches(loader, sampler, steps=steps, batch_size=batch_size)
 
@@ -294,7 +326,7 @@ def training_batches(
 def sequential_batches(
     loader: Loader, indices: Int[np.ndarray, 'n'], *, batch_size: int
 ) -> Iterator[Batch]:
-    """Yields batches of these examples once, in order; the last batch is padded."""
+    """Yields batches of the images with these indices once, in order; the last batch is padded."""
 
     def sampler(position: int) -> ExampleRef | None:
         return ExampleRef(int(indices[position])) if position < len(indices) else None

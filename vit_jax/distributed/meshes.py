@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils  # jax.make_mesh splits sides of the torus on v5e only
+from jax.experimental import mesh_utils  # jax.make_mesh can split a torus side only on v5e
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base import Int, Record, UserError, require, require_between, require_pattern
@@ -25,15 +25,16 @@ class MeshConfig(Record):
 
     `data` splits the batch. `fsdp` splits the batch, the parameters and the optimizer state.
     `tensor` splits the attention heads and the hidden layers of the MLPs. TPU slices are
-    distributed along `data`, which communicates least. `sharding_rules.py` decides how each array
-    is split.
+    distributed along `data`, which communicates least. `shardings_for` describes how each array is
+    split. A rule such as ('head/kernel', (None, 'fsdp')) names the mesh axis that splits each axis
+    of the matching arrays.
     """
 
     data: int = -1  # devices that split the batch; -1: all remaining devices
     fsdp: int = 1  # devices that split the batch, parameters and optimizer state
     tensor: int = 1  # devices that split attention heads and hidden layers
-    fsdp_min_mb: float = 1.0  # smaller arrays are replicated, not split over fsdp
-    max_replicated_fraction: float = 0.1  # largest share that fsdp or tensor may leave replicated
+    fsdp_min_mb: float = 1.0  # in MiB; smaller arrays are replicated, not split over fsdp
+    max_replicated_fraction: float = 0.1  # share of the state that fsdp or tensor may replicate
     rules: tuple[tuple[str, Spec], ...] = ()  # (name pattern, axes), applied before other rules
 
     def check(self) -> None:
@@ -81,7 +82,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             mesh_utils.create_device_mesh(within, part, allow_split_physical_axes=True)
             for part in slices
         ]
-    # jax 0.10.2 drops prime factors of a torus side such as 20.
+    # jax 0.10.2 fails for some torus sides, such as 20: it drops prime factors of them.
     except (NotImplementedError, AssertionError, ValueError, TypeError) as error:
         wrong = f'mesh: {_text(sizes)} does not fit the torus of these chips; choose other sizes'
         raise UserError(f'{wrong} (jax {jax.__version__}: {error})') from error
@@ -113,8 +114,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def with_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function for `jax.jit` so that this mesh is jax's current mesh during tracing.
 
-    Its arguments must be on the devices of the mesh. models/activation_sharding.py reads the
-    context.
+    The models then shard their activations over the mesh. The arguments of the function must be on
+    its devices.
     """
 
     @functools.wraps(function)
@@ -163,10 +164,10 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
 
 
 def jit_on(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
-    """Calls `jax.jit` with options for it, and traces the function for this mesh.
+    """Jits a function that is traced with this mesh (see `with_mesh`); passes options to `jax.jit`.
 
-    On CPUs, XLA's optimization level is 2 unless XLA_FLAGS sets it: the highest level takes a sixth
-    of the compile time and made no step faster.
+    On CPUs, XLA's optimization level is 2 unless XLA_FLAGS sets it. The passes of the highest level
+    take a sixth of the compile time, and made no step faster.
     """
     on_cpu, level = mesh.devices.flat[0].platform == 'cpu', 'xla_backend_optimization_level'
     is_set = level in os.environ.get('XLA_FLAGS', '')

@@ -27,10 +27,10 @@ from typing import Any, NoReturn
 
 import jax
 
-# Private modules, for three reasons. The processes compare configurations before any device is
-# initialized, which multihost_utils requires. jax's sync point for preemption handles only SIGTERM,
-# also before there is a state to save. jax's CPU collectives listen at the address of the host
-# name, even if all processes run on one host.
+# Private modules, for three reasons. The processes compare configurations before they initialize
+# devices, but multihost_utils needs devices. jax's sync point for preemption handles only SIGTERM,
+# and does so even before there is a state to save. jax's CPU collectives listen at the address of
+# the host name, even if all processes run on one host.
 from jax._src import clusters, distributed, xla_bridge
 from jaxlib import _jax
 
@@ -59,8 +59,8 @@ class Launch(Record):
 
     distributed: bool = True  # False: a single process, whatever the environment contains
     coordinator_address: str | None = None  # HOST:PORT of process 0
-    num_processes: int | None = None
-    process_id: int | None = None
+    num_processes: int | None = None  # on all hosts
+    process_id: int | None = None  # from 0
     start_seconds: float = 300.0  # time to wait for the other processes
     heartbeat_seconds: float = 100.0  # silence after which a process counts as dead
     watchdog_seconds: float = 1800.0  # exit if no step, evaluated batch or save ends in time
@@ -144,7 +144,8 @@ class Interrupted(Exception):
 class Job:
     """A process of a job: process number `index` among `count` processes.
 
-    `Job()` is a job with a single process, for use as a library and in tests.
+    `Job()` is a job with a single process, for use as a library and in tests. `join_job` connects
+    several processes.
     """
 
     def __init__(self, launch: Launch | None = None):
@@ -163,7 +164,13 @@ class Job:
         return f'process {self.index} of {self.count} ({socket.gethostname()})'
 
     def require_equal(self, name: str, facts: Any, describe: Compare | None = None) -> None:
-        """Waits for all processes; raises UserError if their JSON values `facts` differ."""
+        """Waits for all processes; raises UserError if their JSON values `facts` differ.
+
+        Args:
+          name: What is compared, for the message.
+          facts: The JSON values of this process.
+          describe: Describes differences from the values of process 0; by default, lists fields.
+        """
         text = json.dumps(facts)
         expected = json.loads(self.broadcast_text(name, lambda: text))
         diff = describe(expected) if describe else records.differences(expected, json.loads(text))
@@ -194,7 +201,7 @@ class Job:
         Raises:
           Interrupted: After a signal to any process, in the same call on all processes.
         """
-        # `_heed` sets the code before it reads the ticks, so it counts a step that starts here.
+        # `_stop` sets the code before it reads the ticks, so it counts a step that starts here.
         self._ticks += 1
         self.reset_watchdog()
         if self._stop_code and (self._store is None or self._ticks > self._find_last_tick()):
@@ -218,7 +225,7 @@ class Job:
         now, seconds = time.monotonic(), max(self._launch.watchdog_seconds, least)
         if self._is_watched and now <= self._deadline:  # after the deadline the process exits
             self._deadline = now + seconds
-            # faulthandler also ends a process that holds the interpreter lock; `_attend` cannot.
+            # faulthandler also ends a process that holds the interpreter lock; `_watch` cannot.
             faulthandler.dump_traceback_later(seconds + 10, exit=True)
 
     def _connect(self) -> None:
@@ -304,11 +311,16 @@ class Job:
 
 @contextlib.contextmanager
 def join_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
-    """Yields the job of this process. An exception within ends all processes of the job.
+    """Connects this process to its job: `with join_job(Launch(), report) as job:`.
+
+    An exception within the block ends all processes of the job.
 
     Args:
       launch: How the processes find each other.
       report: Prints an exception and returns the exit code.
+
+    Yields:
+      The job of this process.
     """
     job = Job(launch)
     try:
@@ -326,6 +338,6 @@ def join_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator
             time.sleep(_NOTICING)  # the other process may be about to send its reason
             job._stop(REQUEUE, f'{job}: another process is gone: {format_error(error)}')
         code = report(error)
-        # A restart would repeat errors of the input and of arithmetic (NotFinite).
+        # A restart would repeat errors of the input and of arithmetic (NotFiniteError).
         is_lasting = is_alone or isinstance(error, UserError | ArithmeticError)
         job._exit_all(code if is_lasting else REQUEUE, f'{job}: {format_error(error, limit=4000)}')

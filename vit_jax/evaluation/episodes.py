@@ -55,12 +55,12 @@ def evaluate(
     *,
     l2: ridge.L2Strengths = ridge.L2,
 ) -> dict[int, Episodes]:
-    """Evaluates episodes.
+    """Computes the test accuracy of few-shot classifiers in randomly drawn episodes.
 
     Args:
       images: Images to draw from.
       class_names: Names of all classes.
-      config: Protocol.
+      config: Classes, images and classifier of an episode.
       l2: Regularization of the classifier `ridge`, or several values to choose from.
 
     Returns:
@@ -86,8 +86,10 @@ def draw_episodes(
 ) -> Iterator[tuple[Int[np.ndarray, 'u'], Int[np.ndarray, 'v']]]:
     """Yields the indices of training and test images of each episode.
 
-    Episode i depends only on (seed, i), not on the number of episodes. Raises UserError like
-    `find_classes`.
+    Episode i depends only on (seed, i), not on the number of episodes.
+
+    Raises:
+      UserError: If a class is unknown, or fewer than `ways` classes have enough images.
     """
     images = [*find_classes(labels, class_names, config, shots=shots).values()]
     for number in range(config.episodes):

@@ -21,6 +21,7 @@ from vit_jax.data.loading import ImageReader, Loader, LoaderConfig
 from vit_jax.distributed import meshes
 from vit_jax.training.losses import BatchSums
 
+# Wraps an iterator of batches, for example to show progress.
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
 
@@ -121,7 +122,8 @@ class Evaluator:
         masks = []
         batches = watch(self.batches.read(reader, indices))
         computed = itertools.chain((self.step(params, batch) for batch in batches), [None])
-        for outputs, _ in itertools.pairwise(computed):  # read one batch late; devices run ahead
+        # The devices compute the next batch while the outputs of this one are read.
+        for outputs, _ in itertools.pairwise(computed):
             sums, mask, rows = jax.device_get(outputs)
             masks.append(mask)
             for name, value in sums.items():
@@ -130,9 +132,9 @@ class Evaluator:
                 parts[name].append(values[mask])
         mask = np.concatenate(masks)
         examples, readable = int(mask.sum()), mask[:count]
-        may_lack = reader.on_unreadable == 'skip'
-        require(examples > 0 or not may_lack, f'none of {count:,} images can be read')
-        if examples != readable.sum() or (examples < count and not may_lack):
+        may_skip = reader.on_unreadable == 'skip'
+        require(examples > 0 or not may_skip, f'none of {count:,} images can be read')
+        if examples != readable.sum() or (examples < count and not may_skip):
             raise AssertionError(f'evaluated {examples} of {count} images')
         means = {name: total / examples for name, total in totals.items()}
         rows = {name: np.concatenate(values) for name, values in parts.items()}
@@ -147,6 +149,11 @@ def make_evaluator(function: Callable[[Params, Batch], BatchSums], batches: Batc
     """Makes an evaluator from a function that sums over the examples of a batch.
 
     Results are replicated on all devices.
+
+    Args:
+      function: Maps (params, batch) to sums, and to rows of outputs of each example; see
+        `make_loss_sums`.
+      batches: Makes the batches.
     """
 
     def step(params: Params, batch: Batch) -> tuple[dict[str, Array], Array, dict[str, Array]]:

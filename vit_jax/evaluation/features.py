@@ -56,9 +56,10 @@ def make_feature_evaluator(
 
 
 def make_feature_function(evaluator: Evaluator, params: Params, watch: Watch = iter) -> FeatureFn:
-    """Returns a function that computes features on each call, without a cache.
+    """Returns a function (reader, indices) -> features (n d) in host memory.
 
-    It raises UserError if the features of an image are not finite.
+    It computes the features on each call, without a cache. They are NaN for unreadable images. It
+    raises UserError if the features of an image are not finite.
     """
 
     def compute(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:

@@ -67,10 +67,10 @@ def make_model_reader(loaded: LoadedModel, source: Source, **options: Any) -> Im
 
 
 def match_classes(source: Source, loaded: LoadedModel, *, by_order: bool) -> Source:
-    """Renumbers the classes of the images as in the model.
+    """Returns the images with the class numbers of the model.
 
     Classes are matched by name. They are matched by order if `by_order` is True, or if the
-    checkpoint has no class names and the data set has as many classes as the model.
+    checkpoint has no class names; the data set then needs as many classes as the model.
 
     Raises:
       UserError: If the classes cannot be matched.
@@ -99,20 +99,24 @@ def evaluate_head(
 ) -> HeadReport:
     """Evaluates the predictions of a checkpoint.
 
-    The loss is the checkpoint's training loss without label smoothing, or softmax if unknown.
+    The loss is sigmoid cross-entropy if the checkpoint was trained with it, and otherwise softmax
+    cross-entropy, without label smoothing.
 
-    If images have several classes, average precision is measured. But predicting any of the classes
-    is correct if the labels are `relabeled`, or the model was trained for one class per image.
+    Images with several classes are evaluated in one of two ways. If the labels are `relabeled`, or
+    the model was trained with softmax, predicting any of the classes is correct. Otherwise the mean
+    average precision is computed.
 
     Args:
       loaded: Checkpoint.
-      reader: Images with the classes of the model (see `match_classes`).
+      reader: Images with the classes of the model (see `make_model_reader`, `match_classes`).
       batch_size: Images per batch.
-      relabeled: Whether the labels replace labels with one class per image, as ReaL does.
+      relabeled: Whether the labels are several correct classes for images of a data set with one
+        class per image, as in ReaL.
       watch: Wraps the iterator of batches, for example to show progress.
 
     Raises:
-      UserError: If no image can be read, or no image has a class.
+      UserError: If no image can be read, no image has a class, or the checkpoint has no trained
+        classifier.
     """
     loaded.require_head()
     source = reader.source

@@ -50,7 +50,7 @@ class Labeled(NamedTuple):
 
 
 class Classifier(NamedTuple):
-    """A linear classifier with scores (features - mean) weights + bias."""
+    """A linear classifier with the scores `(features - mean) @ weights + bias`."""
 
     classes: Int[np.ndarray, 'k']  # class number of each score
     mean: Float[np.ndarray, 'd']  # mean of the training features
@@ -88,7 +88,7 @@ class LogisticResult(NamedTuple):
 class LogisticState(NamedTuple):
     """State of a logistic regression during its fit."""
 
-    weights: Float[Array, 'e k']
+    weights: Float[Array, 'e k']  # the last row is the bias
     state: Any  # state of L-BFGS
     iterations: Int[Array, '']
     slope: Float[Array, '']  # largest absolute entry of the gradient of the mean loss
@@ -97,7 +97,7 @@ class LogisticState(NamedTuple):
 def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: int) -> float:
     """Computes the test accuracy of kNN with cosine similarity.
 
-    Neighbors vote with weight exp(similarity / TEMPERATURE).
+    Neighbors vote with weight exp(similarity / 0.07).
 
     Raises:
       UserError: If there are fewer training images than `neighbors`.
@@ -175,12 +175,12 @@ def fit_logistic(
         return losses.mean() + 0.5 * l2 * (weights[:-1] ** 2).sum()
 
     solver = optax.lbfgs()
-    value_and_slope = optax.value_and_grad_from_state(loss)
+    value_and_gradient = optax.value_and_grad_from_state(loss)
 
     def step(carry: LogisticState) -> LogisticState:
-        value, slope = value_and_slope(carry.weights, state=carry.state)
+        value, gradient = value_and_gradient(carry.weights, state=carry.state)
         updates, state = solver.update(
-            slope, carry.state, carry.weights, value=value, grad=slope, value_fn=loss
+            gradient, carry.state, carry.weights, value=value, grad=gradient, value_fn=loss
         )
         weights = optax.apply_updates(carry.weights, updates)
         largest = jnp.abs(optax.tree.get(state, 'grad')).max()

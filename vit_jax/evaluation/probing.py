@@ -34,9 +34,10 @@ class ProbeSet(records.Record):
 class FewshotConfig(records.Record):
     """Evaluation of frozen features: few-shot linear probe, and other probes.
 
-    kNN and logistic regression use all training images, episodes use test images only. `l2` also
-    applies to episodes with the classifier `ridge`. Of several values, each draw uses the one with
-    the least generalized cross-validation. Only the program `fewshot` uses `feature_cache`.
+    kNN and logistic regression use all training images, episodes use test images only. If `l2` has
+    several values, each draw uses the one with the least generalized cross-validation. `l2` also
+    applies to episodes with the classifier `ridge`. Only the program `fewshot` uses
+    `feature_cache`.
     """
 
     sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)  # empty: experiment's data
@@ -136,7 +137,7 @@ def evaluate(features_of: FeatureFn, sets: Probes, preprocessing: Preprocessing)
     Args:
       features_of: Computes features.
       sets: Opened data sets.
-      preprocessing: Preprocessing of the experiment, for the record.
+      preprocessing: Preprocessing of the experiment, which the result states.
 
     Returns:
       Results and protocol of each data set, and reasons for missing ones, as JSON.

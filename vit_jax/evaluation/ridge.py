@@ -31,8 +31,11 @@ class ProbeResult(NamedTuple):
 def draw(labels: Int[np.ndarray, 'n'], *, shots: Sequence[int], seeds: Sequence[int]) -> Draws:
     """Draws training images for each (seed, shots).
 
-    Indices are ordered by class. Draws of one seed are nested: the images of fewer shots are among
-    the images of more shots. If a class has fewer images than shots, all are drawn.
+    Draws of one seed are nested: the images of fewer shots are among the images of more shots. If a
+    class has fewer images than shots, all are drawn.
+
+    Returns:
+      Image indices, ordered by class, by (seed, shots).
     """
     draws = {}
     for seed in seeds:
@@ -99,8 +102,8 @@ def accuracy(train: Labeled, test: Labeled, *, l2: L2Strengths) -> float:
 # The bias is the weight of a constant feature of 100: a bias of b needs a weight of b / 100, whose
 # penalty is l2 b^2 / 10,000. It is nearly unregularized, because the mean of the targets is far
 # from 0 with many classes. The mean of each standardized feature is zero, so X'1 = 0. Therefore
-# the bias is independent of W, 100^2 sum(Y) / (100^2 n + l2), and X'Y is twice the sum of the
-# features of each class.
+# the bias does not depend on W: it is 100^2 sum(Y) / (100^2 n + l2). And X'Y is twice the sum of
+# the features of each class.
 #
 # Of several l2, the one with the least generalized cross-validation is chosen (Golub, Heath and
 # Wahba 1979). It estimates the squared error on other images from the training images,
@@ -109,7 +112,10 @@ def accuracy(train: Labeled, test: Labeled, *, l2: L2Strengths) -> float:
 # l2 / (eigenvalue + l2). The eigenvalue of 1 is 100^2 n, and directions that features do not span
 # have eigenvalue 0. So one eigendecomposition serves all l2, and test images are scored once.
 def fit(train: Labeled, *, l2: L2Strengths) -> Classifier:
-    """Fits the ridge classifier in float64; of several l2, the best is chosen."""
+    """Fits the ridge classifier in float64.
+
+    If `l2` has several values, the one with the least generalized cross-validation is chosen.
+    """
     classes, labels, sizes = np.unique(train.labels, return_inverse=True, return_counts=True)
     order, count = np.argsort(labels, kind='stable'), len(labels)
     mean = train.features.mean(axis=0, dtype=np.float64)
@@ -161,9 +167,9 @@ def _cross_validation(
     l2: float,
 ) -> float:
     """Computes the generalized cross-validation of an l2; `sizes` are image counts by class."""
-    count, left, left_of_bias = sizes.sum(), l2 / (values + l2), l2 / (BIAS**2 * sizes.sum() + l2)
+    count, factors, bias_factor = sizes.sum(), l2 / (values + l2), l2 / (BIAS**2 * sizes.sum() + l2)
     total = 4 * (sizes * (1 - sizes / count)).sum()  # |Y|^2 without its mean
     along_one = ((2 * sizes - count) ** 2).sum() / count
-    residual = (squares * left**2).sum() + max(total - squares.sum(), 0.0)
-    trace = left.sum() + (count - len(values) - 1) + left_of_bias
-    return float((residual + along_one * left_of_bias**2) / trace**2)
+    residual = (squares * factors**2).sum() + max(total - squares.sum(), 0.0)
+    trace = factors.sum() + (count - len(values) - 1) + bias_factor
+    return float((residual + along_one * bias_factor**2) / trace**2)

@@ -28,8 +28,8 @@ class Regularization(Record):
     """Dropout and stochastic depth.
 
     Dropout is applied after every dense layer except the query, key and value projections, and
-    after positions are added before the blocks (appendix B.1). Stochastic depth drops residual
-    branches per example. Its probability grows linearly from 0 in the first block to
+    after positions are added before the blocks (ViT paper, appendix B.1). Stochastic depth drops
+    residual branches per example. Its probability grows linearly from 0 in the first block to
     `stochastic_depth` in the last.
     """
 
@@ -59,7 +59,7 @@ class Compute(Record):
     remat: Remat | Literal['auto'] = 'auto'  # dots: recompute all but products; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks per iteration of the loop over blocks
     attention: Implementation | Literal['auto'] = 'auto'  # cudnn: only GPUs; splash: only TPUs
-    layout: Layout | Literal['auto'] = 'auto'  # flat: all tokens of a batch as rows of one matrix
+    layout: Layout | Literal['auto'] = 'auto'  # flat: tokens are rows of a matrix; batched: (b n d)
     last_block: LastBlock | Literal['auto'] = 'auto'  # class_tokens: outputs of class tokens only
 
     def check(self) -> None:

@@ -112,10 +112,10 @@ class ViTConfig(ImagesAndHead):
         # fixed sines and cosines; relative: one vector per offset, in attention; rope: queries and
         # keys are rotated; none: no positions
     )
-    positions_at: PositionsAt = 'stem'  # where position embeddings are added (appendix D.4)
+    positions_at: PositionsAt = 'stem'  # stem: before the blocks; others: in each block (D.4)
     position_resize: PositionResize = 'bilinear'  # interpolation of learned positions
     pre_norm: bool = False  # LayerNorm before the blocks, patch embedding without bias (CLIP)
-    gelu: Gelu | None = 'tanh'  # variant of the MLP's GELU; None: SwiGLU
+    gelu: Gelu | None = 'tanh'  # exact, tanh or quick; None: SwiGLU
     layer_scale: float | None = None  # initial LayerScale (CaiT, equation 4); None: no LayerScale
     norm: Literal['layer', 'rms'] = 'layer'  # LayerNorm; rms: RMSNorm, not centered, no bias
     layer_norm_epsilon: float = 1e-6  # epsilon of all norms, added to the variance
@@ -191,19 +191,19 @@ class ViTConfig(ImagesAndHead):
 
     @property
     def prefix(self) -> int:
-        """Number of tokens before the patches: class tokens, then registers."""
+        """Number of tokens before the patches (class tokens, then registers)."""
         return self.num_class_tokens + self.registers
 
     @property
     def num_tokens_read(self) -> int | None:
-        """Number of leading tokens that the heads read; None: they also read patches."""
+        """Number of leading tokens that the heads read, or None if they also read patches."""
         if self.pool not in ('cls', 'cls_dist') or self.patch_outputs is not None:
             return None
         return _READS[self.pool]
 
     @property
     def num_tokens(self) -> int:
-        """Sequence length: tokens before the patches, and patches."""
+        """Sequence length, including the tokens before the patches."""
         return self.prefix + self.grid[0] * self.grid[1]
 
     @property

@@ -27,8 +27,8 @@ class Model(NamedTuple):
     """A model as pure functions; `params` is a nested dictionary of float32 arrays.
 
     - init(key) -> params
-    - apply(params, images, key=None) -> logits, or features without a head. A key enables dropout
-      and stochastic depth.
+    - apply(params, images, key=None) -> logits, or features without a head. Images (b h w c) are
+      normalized floats. A key enables dropout and stochastic depth.
     - features(params, images) -> input of the head
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
       of the corrupted images. Requires `patch_outputs`.
@@ -155,7 +155,7 @@ def abstract_params(config: ModelConfig) -> Params:
 
 
 def count_params(config: ModelConfig) -> int:
-    """Returns the number of parameters (table 1)."""
+    """Returns the number of parameters (ViT paper, table 1)."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
 
 
@@ -163,9 +163,9 @@ def count_multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole')
     """Counts the multiply-adds of a forward pass of one image, in products and convolutions.
 
     The traced program is counted, so new layers need no formula. With `patch_outputs`, the forward
-    pass is `predict_patches`. The operations of a training run (table 6) are 3 * 2 * epochs *
-    images times as many: a backward pass costs two forward passes, and a multiply-add is two
-    operations.
+    pass is `predict_patches`. The operations of a training run (ViT paper, table 6) are 3 * 2 *
+    epochs * images times as many: a backward pass costs two forward passes, and a multiply-add is
+    two operations.
     """
     compute = dataclasses.replace(PORTABLE, last_block=last_block)  # fused kernels hide products
     model = build(config, compute=compute)

@@ -44,7 +44,8 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: TapSelection) -> d
     """Runs a forward pass and returns the selected taps by name.
 
     Args:
-      forward: Runs the model and returns the mutable collections.
+      forward: Runs the model and returns the mutable collections, for example
+        `lambda: module.apply({'params': params}, images, mutable=[COLLECTION])[1]`.
       wanted: Names of taps. If it maps names to functions, each tap is reduced by its function
         inside the block, so that the whole arrays of all blocks are never in memory together.
 

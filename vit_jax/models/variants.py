@@ -47,7 +47,7 @@ def variant(name: str, **changes: Any) -> ModelConfig:
     - `R152x2` is a ResNet of twice the width.
 
     Args:
-      name: Name of the variant.
+      name: A name as above, with the size Ti, S, M, B, L, H, g, G or 22B.
       changes: Fields of the configuration with other values, such as `image_size`.
 
     Raises:

@@ -155,7 +155,7 @@ def compile_for(
       GPU, and takes the first candidates.
 
     Raises:
-      DoesNotFit: If the program needs more memory than a device has.
+      DoesNotFitError: If the program needs more memory than a device has.
     """
     if quickly:
         older = jax.__version_info__ < (0, 11)

@@ -81,7 +81,7 @@ def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
     program of a real run, which is compiled too if the memory comes near the limit.
 
     Raises:
-      DoesNotFit: If the step needs more memory than a device has.
+      DoesNotFitError: If the step needs more memory than a device has.
       UserError: If the sizes of batch, model and mesh do not fit each other.
     """
     experiment = build_experiment(config, devices=where.devices)

@@ -16,16 +16,16 @@ class Grid(Record):
 
     `axes` maps each value of an axis to the fields that it changes, such as
     {'depth': {'6': {'model.depth': 6}, '12': {'model.depth': 12}}}. If `start_from` names an
-    earlier grid, the experiments start from the checkpoint of each run of that grid, with its model
-    and seed. `best` of the earlier grid selects the step of the checkpoint.
+    earlier grid, every experiment starts from the checkpoint of each run of that grid, with the
+    model and seed of the run. `best` of the earlier grid selects the step of the checkpoint.
     """
 
     changes: dict[str, Any] = default(dict)  # FIELD: new value, for all experiments of the grid
-    axes: dict[str, dict[str, dict[str, Any]]] = default(dict)  # AXIS: VALUE: FIELD: new value
+    axes: dict[str, dict[str, dict[str, Any]]] = default(dict)  # {AXIS: {VALUE: {FIELD: value}}}
     start_from: str | None = None  # name of an earlier grid; None: `start_from` of the base
     best: str | None = None  # KIND/NAME: use the step with its highest value; None: the last step
     measures: tuple[str, ...] = ('test/accuracy',)  # KIND/NAME as in metrics.jsonl, or `compute`
-    published: dict[str, float] = default(dict)  # VALUE-VALUE: published value of the first measure
+    published: dict[str, float] = default(dict)  # values joined by -: published first measure
     means: dict[str, tuple[str, ...]] = default(dict)  # NAME: values of the last axis to average
 
     def check(self) -> None:

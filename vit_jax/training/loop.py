@@ -38,11 +38,12 @@ class PeriodicAction(NamedTuple):
     run: Callable[[int, TrainState], None]
 
     def is_due(self, step: int, total_steps: int) -> bool:
+        """Returns whether the action runs after this step."""
         return step == total_steps or (self.steps is not None and step % self.steps == 0)
 
 
 class Clock:
-    """Wall time by name: `with clock('step'):` adds the seconds of the block to `step`.
+    """Measures wall time by name. `with clock('step'):` adds the block's time to `seconds['step']`.
 
     Nested blocks count for the innermost name only. `start` includes all time outside blocks, most
     of it before the first step, and the `before` seconds, which passed before the clock was made.
@@ -85,8 +86,17 @@ def fit(
     """Runs `update` for each of `steps`, with one batch each, and returns the last state.
 
     Metrics of a step are read while the next one runs, so that the device never waits for the host.
-    They are passed to `on_metrics` as floats, together with the number of updates so far, before
-    any observer gets the state.
+
+    Args:
+      update: The function that `make_update` returns, compiled or not.
+      state: The state before the first of `steps`.
+      batches: Yields a batch per step.
+      steps: Numbers of the steps to run.
+      on_metrics: Called with the number of updates so far and the metrics as floats, before any
+        observer gets the state.
+      observers: Actions that evaluate or save the state.
+      clock: Measures `step` and `data wait`.
+      max_skipped_steps: Number of skipped updates in a row that end the training.
 
     Raises:
       NotFiniteError: If parameters are not finite, or `max_skipped_steps` updates in a row were

@@ -71,7 +71,7 @@ class ParamGroups(NamedTuple):
 
     @property
     def trainable(self) -> Any:
-        """Tree of booleans: whether any part of a leaf is trained."""
+        """Tree of booleans that tell whether any part of a leaf is trained."""
         return jax.tree.map(lambda factor: bool(np.any(factor)), self.lr_multipliers)
 
 

@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
 
     @property
     def eval_params(self) -> Params:
-        """Parameters to evaluate and export: `ema_params` if not None, otherwise `params`."""
+        """Parameters to evaluate and export, `ema_params` if not None, otherwise `params`."""
         return self.params if self.ema_params is None else self.ema_params
 
     def split(self) -> tuple[Params, dict[str, Any]]:
@@ -130,9 +130,16 @@ def make_update(
     If the loss or the gradient norm is not finite, the update is skipped: the state keeps its
     values, except for the step counters of state and schedule, and the metric `skipped` is 1.
 
-    `make_loss_sums` describes `loss_sums`. The optimizer's `schedule` computes the `learning_rate`
-    metric. With `accumulation_steps=k`, gradients of k parts of the batch are summed one after the
-    other, with activations of one part in memory; the update is the same up to dropout's keys.
+    Args:
+      loss_sums: Sums of a batch (params, batch, key), as `make_loss_sums` returns it.
+      optimizer: Transforms the gradient of the mean loss into an update.
+      schedule: The optimizer's schedule, for the metric `learning_rate`.
+      augment: Augments a batch (key, batch). The key is the same at each step.
+      stop_frozen_gradients: As of `ParamGroups`.
+      seed: Seed of the keys of augmentation and dropout.
+      accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
+        other, with activations of one part in memory. Only dropout's keys depend on it.
+      ema_decay: Decay of the moving average of parameters per step; None: no average.
     """
 
     @functools.partial(accumulate_gradients, parts=accumulation_steps)

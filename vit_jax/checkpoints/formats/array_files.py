@@ -93,7 +93,7 @@ class FileContents(NamedTuple):
     arrays: Mapping[str, LazyArray]
     metadata: Mapping[str, str] = {}  # from the header of a safetensors file
     descriptions: Mapping[str, JsonObject] = {}  # contents of DESCRIPTIONS, by file name
-    key: str = ''  # KEY of `FILE:KEY`; empty after the selection of its arrays
+    key: str = ''  # KEY of `FILE:KEY`; empty once `arrays` contains only the arrays under it
     ignored: tuple[str, ...] = ()  # names of arrays that do not belong to the selected model
     remarks: tuple[str, ...] = ()  # lines for the report about the selection
 

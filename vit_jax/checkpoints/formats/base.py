@@ -14,7 +14,7 @@ from vit_jax.models import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout(Record):
-    """Variant of a format that a file has; kept, so that a model can be written as it was read."""
+    """A file's variant of its format. `vit_jax.save` writes the variant that was read."""
 
     prefix: str = ''  # of every name
     dtype: str = 'float32'  # of the arrays in the file
@@ -35,7 +35,8 @@ NO_EFFECT = (
     r'|typical_p|early_stopping|\w*(no_repeat_ngram_size|suppress_tokens)|remove_invalid_values'
 )
 Scaling = tuple[float, float, float]  # a mean or std for each channel
-# Mean and std of pixel values: to -1..1, as in the ViT papers; of ImageNet; of CLIP's images.
+# Mean and std that scale pixels to -1..1, as in the ViT papers (HALF); of ImageNet's and of CLIP's
+# training images (IMAGENET, CLIP).
 HALF: Scaling = (0.5, 0.5, 0.5)
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

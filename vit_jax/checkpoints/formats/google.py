@@ -145,7 +145,7 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
     table = next((name for name in _POSITIONS if name in arrays), None)
     # Only big_vision has models without a position table.
     require(table is not None or not before_linen, f'the array {_POSITIONS[1]} is missing')
-    config, row = inference.infer_config(
+    config, num_rows = inference.infer_config(
         arrays,
         hints,
         axes='HWIO',
@@ -168,7 +168,7 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
         usual,
         stacked=stacked,
         before_linen=before_linen,
-        class_row=bool(row),
+        class_row=bool(num_rows),
         positions=table or _POSITIONS[0],
     )
     return config, layout

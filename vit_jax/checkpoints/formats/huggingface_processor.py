@@ -37,7 +37,7 @@ class _Processor(Record):
 
     size: Size = 224
     crop_size: Size = 224
-    default_to_square: bool = True  # a single number is the length of both sides, not the shorter
+    default_to_square: bool = True  # a single number sets both sides; False: the shorter one
     resample: Literal[1, 2, 3] = 2
     image_mean: Scaling = HALF
     image_std: Scaling = HALF

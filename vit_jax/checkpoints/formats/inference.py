@@ -124,7 +124,7 @@ def infer_config(
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride
     stated = (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
-    grid, row = _infer_grid(arrays, table, rows=rows, known=hints.grid or stated)
+    grid, num_rows = _infer_grid(arrays, table, rows=rows, known=hints.grid or stated)
     if 'num_heads' not in values:
         values['num_heads'] = _infer_heads(hints, width, values['mlp_dim'], values['depth'])
     inferred: dict[str, Any] = {
@@ -138,7 +138,7 @@ def infer_config(
         'gelu': hints.gelu,
         'layer_norm_epsilon': hints.layer_norm_epsilon,
     }
-    return ViTConfig(**inferred | values), row
+    return ViTConfig(**inferred | values), num_rows
 
 
 def _infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
@@ -161,12 +161,12 @@ def _infer_grid(
     count = shape_of(arrays, table, 2, 3)[-2]  # with or without a batch axis
     side = math.isqrt(max(0, count - rows[0]))
     grid = known or (side, side)
-    row = next((row for row in rows if math.prod(grid) == count - row), None)
+    num_rows = next((number for number in rows if math.prod(grid) == count - number), None)
     wrong = f'{table}: {count} positions; expected {math.prod(grid)} for the grid {grid}'
-    require(row is not None or known is None, wrong)
-    if row is None:
+    require(num_rows is not None or known is None, wrong)
+    if num_rows is None:
         raise NeedsHint(f'{count} positions fit several grids; set grid=(ROWS, COLUMNS)')
-    return grid, row
+    return grid, num_rows
 
 
 def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:

@@ -3,7 +3,7 @@
 A map is a list of rules. For example, timm stores the queries, keys and values of all heads of a
 block in one matrix, `blocks.0.attn.qkv.weight` of shape (3 * width, width). Our model has a kernel
 for each, stacked over the blocks, such as `encoder/block/attention/query/kernel` of shape (depth,
-width, heads, width / heads). The rule is
+width, heads, width / heads). The rule is:
 
     NameRule(
         'blocks.{layer0}.attn.qkv.weight',
@@ -28,10 +28,10 @@ from vit_jax.models import ModelConfig
 
 
 class ArrayTransform(NamedTuple):
-    """Converts one array (of one layer) to ours, and back."""
+    """Converts an array, or one block's part of a stacked array, between a file and the model."""
 
-    to_ours: Callable[[np.ndarray], np.ndarray]
-    to_theirs: Callable[[np.ndarray], np.ndarray]
+    to_ours: Callable[[np.ndarray], np.ndarray]  # from the file to the model
+    to_theirs: Callable[[np.ndarray], np.ndarray]  # the inverse
 
 
 SAME = ArrayTransform(lambda a: a, lambda a: a)
@@ -46,23 +46,23 @@ CONVOLUTION = ArrayTransform(lambda a: a.transpose(2, 3, 1, 0), lambda a: a.tran
 
 
 class NameRule(NamedTuple):
-    """Maps one of their arrays to the arrays of ours that it concatenates along its first axis.
+    """Maps an array in a file to the parameters that it concatenates along its first axis.
 
-    {layer0} in `theirs` is the number of a block, from 0. Without it, their array is stacked over
-    the blocks like ours, or does not belong to a block.
+    If `theirs` contains {layer0}, the number of a block from 0, the file has one array per block.
+    Otherwise the array is stacked over the blocks like our parameters, or belongs to no block.
     """
 
-    theirs: str
-    ours: tuple[str, ...]
+    theirs: str  # name of the array in the file
+    ours: tuple[str, ...]  # names of the parameters
     transform: ArrayTransform = SAME
 
     @property
     def per_layer(self) -> bool:
-        """Whether they have one array per layer, which ours stacks."""
+        """Whether the file has one array per block, which our parameters stack."""
         return '{layer0}' in self.theirs
 
 
-# The names of their arrays for each rule, of all layers; empty if the file leaves zeros out.
+# The names in the file for each rule, one per block; empty if the file leaves out arrays of zeros.
 Resolved = Mapping[NameRule, list[str]]
 
 

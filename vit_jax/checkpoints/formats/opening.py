@@ -45,7 +45,7 @@ class Checkpoint(NamedTuple):
     """An opened checkpoint whose arrays are not read yet."""
 
     path: str
-    format: str  # one of NAMES
+    format: str  # google, bigvision, timm, huggingface, open_clip or vit_jax
     layout: Layout | None  # None for a vit_jax directory
     card: Card
     report: list[str]  # lines for the user: format, model, assumptions and ignored arrays
@@ -60,8 +60,9 @@ def open_checkpoint(
     """Opens a checkpoint without reading its arrays.
 
     Args:
-      path: A file or directory of any format, `FILE:KEY` for a part of a file, or the name of a
-        remote checkpoint (checkpoints/remote.py), which is downloaded unless it is in the cache.
+      path: A file or directory of any format, `FILE:KEY` for a part of a file, or a remote name
+        (hf:, https://, gs://, augreg: or vit:; see checkpoints/remote.py), which is downloaded
+        unless it is in the cache.
       hints: Values that the file may leave open.
       image_size: If None, positions are resized to the image size that the checkpoint's own
         preprocessor produces. Otherwise the size in the file is kept: pass `stored`, or the size
@@ -91,10 +92,10 @@ def open_checkpoint(
         key=key,
     )
     with array_files.error_prefix(path):
+        require(stablehlo.PROGRAM not in contents.arrays, 'a program; load its original checkpoint')
         checkpoint = _parse(path, contents, hints, resized=image_size is None)
-    card, addresses = checkpoint.card, ' '.join([path, *origin])
-    if is_of_paper:
-        card = google.as_published(card)
+    addresses = ' '.join([path, *origin])
+    card = google.as_published(checkpoint.card) if is_of_paper else checkpoint.card
     report = [*origin, *checkpoint.report]
     nameless = CARD not in contents.metadata and not card.class_names
     if nameless and card.model.num_classes == 1000 and imagenet_classes.is_in_name(addresses):

@@ -94,8 +94,8 @@ def preprocess(
 ) -> Float[Array, 'b _ _ 3']:
     """Crops, resizes and normalizes images in jax, as `preprocessing.crop` does.
 
-    Most pixels are within one of 255 gray levels of OpenCV and Pillow; all are equal if nothing is
-    resized.
+    Most pixels differ from OpenCV's and Pillow's by at most 1 of 255 gray levels; all are equal if
+    nothing is resized.
 
     Args:
       images: Images of one size, which may be symbolic (`jax.export`).

@@ -52,6 +52,7 @@ _METADATA = (
     r'|(origin_)?url|file|source|hf_\w+|custom_load|(test|min|fixed)_input_size|first_conv'
     r'|test_crop_pct|classifier|(test_)?pool_size|license|description|paper_\w+|notes|do_pooling'
 )
+# Architectures with the tanh approximation of the GELU.
 _TANH = re.compile(
     r'vit_(base_patch32_siglip(_gap)?_256|large_patch16_siglip(_gap)?_512'
     r'|so400m_patch16_siglip(_gap)?_(256|384|512)|giantopt_patch16_siglip(_gap)?_(256|384))'
@@ -61,7 +62,8 @@ _QUICK = re.compile(
     r'vit_\w+_clip_\d+ (openai|metaclip_400m|metaclip_2pt5b|dfn5b)|vit_large_\w+ dfn2b'
     r'|vit_huge_patch14_clip_224 metaclip2_worldwide|vit_base_patch32_\w+ laion400m_e32'
 )
-_ROPE = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')
+_ROPE = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')  # architectures with rotary positions
+# Numbers of heads that the sizes do not determine, by architecture.
 _HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
 _HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
 # The excluded architectures have the same arrays, but other norms, rotary positions or patches.
@@ -218,7 +220,7 @@ def _build_config(
     zeros = (f'{prefix}blocks.{{layer0}}.attn.{absent}',) if absent else ()
     options = _options(name, arrays, described, layout)
     num_tokens = ('cls_token' in arrays) + ('dist_token' in arrays)
-    config, row = inference.infer_config(
+    config, num_rows = inference.infer_config(
         arrays,
         _add_facts(name, described.tag or tag, arrays, hints, described),
         axes='OIHW',
@@ -230,7 +232,7 @@ def _build_config(
         image_size=described.img_size or (described.input_size and described.input_size[1:]),
         **options,
     )
-    class_row = bool(row) or num_tokens == 0
+    class_row = bool(num_rows) or num_tokens == 0
     return config, dataclasses.replace(layout, class_row=class_row, zeros=zeros)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from vit_jax.base import require
 from vit_jax.checkpoints.formats.array_files import FileContents, LazyArray
 
-# An array that every model has. Group 1 is the wrapper's prefix; the format's own prefix, inserted
-# for %s, belongs to the name.
+# An array that every model has. Group 1 is the prefix of wrappers, without the prefixes of formats,
+# which replace %s.
 _PATCHES = (
     r'((?:.*?\.)??)(?:%s)?'
     r'(?:patch_embed\.proj|ln_pre|embeddings\.patch_embeddings?(?:\.projection)?)\.weight'

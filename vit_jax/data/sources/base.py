@@ -1,7 +1,7 @@
 """`Source`, the interface of all data sets: labeled images with random access.
 
 The functions of this module take and return sources: they slice, shuffle and join them, or replace
-labels by those in a JSON file (ReaL, Beyer et al. 2020) or by the class numbers of a model.
+labels with the labels of a JSON file (ReaL, Beyer et al. 2020) or with class numbers of a model.
 """
 
 import collections
@@ -34,19 +34,19 @@ class Source:
     `read(i)` returns image i and its label. `name_of(i)` returns its name for messages.
     `label_of(i)` returns only its label, which may be as slow as reading the image. `size_of(i)`
     returns a number that changes with the image, such as the size of its file or a checksum, or -1
-    if it is unknown; it decodes nothing. `data` and `split` are the names in the configuration (see
-    `make_opener`).
+    if it is unknown; it decodes nothing. Resumed runs detect replaced images by this number. `data`
+    and `split` are the names in the configuration (see `make_opener`).
     """
 
-    count: int
-    class_names: tuple[str, ...]
+    count: int  # number of images
+    class_names: tuple[str, ...]  # in the order of class numbers; (): images without classes
     read: Callable[[int], tuple[EncodedImage, Label]]
     name_of: Callable[[int], str]
     label_of: Callable[[int], Label]
     size_of: Callable[[int], int] = lambda index: -1
-    labels_in_memory: bool = False  # False: `size_of` also changes with the labels
+    labels_in_memory: bool = False  # False: read from the disk, and `size_of` changes with them
     sizes_in_memory: bool = True  # False: `size_of` accesses the disk
-    multi_label: bool = False
+    multi_label: bool = False  # True: labels are rows of 0 and 1, not class numbers
     data: str = ''
     split: str = ''
 
@@ -60,18 +60,21 @@ class Source:
 
     @functools.cached_property
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
-        """All labels: class numbers (n), or multi-label rows of 0 and 1 (n k)."""
+        """All labels, as class numbers (n) or as multi-label rows of 0 and 1 (n k)."""
         kind = np.int8 if self.multi_label else np.int32
         return self.read_labels(range(self.count)).astype(kind, copy=False)
 
     def read_names(self, indices: Sequence[int]) -> list[str]:
+        """Returns the names of these images."""
         return [*map(self.name_of, indices)]
 
     def read_labels(self, indices: Sequence[int]) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
+        """Reads the labels of these images, in threads if they are not in memory."""
         apply = map if self.labels_in_memory else _map_in_threads
         return np.array([*apply(self.label_of, indices)])
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
+        """Reads the sizes (see `size_of`) of these images in threads."""
         return np.array(_map_in_threads(self.size_of, indices), np.int64)
 
 
@@ -110,13 +113,13 @@ def labeled_source(
     """Makes a source of images whose labels are in memory.
 
     Args:
-      images: Paths of files, or other arguments of `read`.
+      images: The path of each image, or whatever `read` takes.
       labels: Class numbers (n), or multi-label rows of 0 and 1 (n, k), as from `multi_hot`.
       class_names: The names of the classes in the order of their numbers.
       read: Returns the encoded file or the pixels of an image; by default reads a file.
       name_of: Returns the name of an image for messages.
-      size_of: Returns a number that changes with an image; not used without `read`, because files
-        have sizes.
+      size_of: Returns a number that changes with an image (see `Source`); not used without `read`,
+        because the size of the file is used.
     """
     labels = np.asarray(labels)
     read_image, read_size = (read, size_of) if read else (read_file, _file_size)
@@ -195,8 +198,8 @@ def take_split(split: str, whole: Callable[[str], Source], *, of: str) -> Source
     """Opens a split `NAME`, a slice such as `NAME[10%:200]`, or several of them joined by `+`.
 
     Args:
-      split: The split.
-      whole: Opens a whole split by name.
+      split: The split, slice or sum.
+      whole: A function that opens a whole split by name.
       of: The name of the data for messages.
 
     Raises:

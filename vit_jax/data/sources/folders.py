@@ -44,8 +44,8 @@ def open_splits(root: str) -> Splits:
     def open_split(split: str) -> Source:
         faults, names = list[str](), classes[split]
         for other, other_names in classes.items():
-            same_data = {*map(canonicalize_name, names)} & {*map(canonicalize_name, other_names)}
-            for name in sorted(names ^ other_names) if same_data else ():
+            shared = {*map(canonicalize_name, names)} & {*map(canonicalize_name, other_names)}
+            for name in sorted(names ^ other_names) if shared else ():
                 has, lacks = (split, other) if name in names else (other, split)
                 faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
         return files_by_class(folders[split], faults)
@@ -59,7 +59,8 @@ KIND = SourceKind('a folder of train/CLASS/*.jpg or CLASS/*.jpg', os.path.isdir,
 def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns the folders of splits by lower-case name; an empty dict if the folders are classes.
 
-    Capitalized names are splits only if all folders are: `Train` may be a class of vehicles.
+    Folders such as `Train` are splits only if all folders have names of splits: `Train` may also be
+    a class of vehicles.
     """
     names = folder_names(path)
     if all(name.casefold() in SPLIT_NAMES for name in names):

@@ -70,8 +70,8 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
     of them, such as `train[:800]+validation[:200]`. A slice of files is a random sample with a
     fixed seed.
 
-    `labels` is a JSON file (see `relabeled`) or a column of TFDS data, and replaces the labels.
-    Images without a class are skipped with a warning.
+    `labels` replaces the labels. It is a JSON file with a list of class numbers per image (see
+    `replace_labels`), or a column of TFDS data. Images without a class are skipped with a warning.
 
     `classes` are the names of the classes to keep; all if it is empty.
 
@@ -131,7 +131,8 @@ def open_splits(
     """Returns functions that open the splits of a data set, by name.
 
     Args:
-      data: A path or name that one of KINDS recognizes.
+      data: A path or name: `digits`, FILE.npz, `tfds:NAME` or the folder of a TFDS data set,
+        `vtab:TASK`, FILE.csv or FILE.jsonl, ImageNet's own files, or folders of images.
       held_out: How data without splits is divided: it has the splits `all`, `train` and `test`.
       label_column: The column of labels, instead of the default one.
 
@@ -175,10 +176,11 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
 
     A digest of the seed and its name gives each file a number between 0 and 1. In a class with
     many files, the files with numbers below the fraction are held out, so that a file stays in its
-    split when other files are added or removed. A class with at most _BALANCED files holds out
+    split when other files are added or removed. A class with at most _SMALL_CLASS files holds out
     exactly the fraction. Every class holds out at least one file, but never all. Multi-label data
-    counts as one class. If several links or table lines point to one file, its own name is used if
-    it is among them, otherwise the first name. Raises UserError for a class with only one image.
+    counts as one class. If several names (links or table lines) lead to one file, its real path is
+    used if it is among them, otherwise the first name. Raises UserError for a class with only one
+    image.
     """
     paths = source.read_names(range(len(source)))
     names, files = make_names_relative(paths, data), [*map(os.path.realpath, paths)]

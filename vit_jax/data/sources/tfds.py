@@ -96,11 +96,11 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
             with usable(f'{root}: {split}', 'undamaged ArrayRecord files'):
                 stored = builder.as_data_source(split, decoders=decoders)
                 shards = info.splits[split]
-                sizes = np.repeat([*map(_checksum_end, shards.filepaths)], shards.shard_lengths)
+                crcs = np.repeat([*map(_checksum_end, shards.filepaths)], shards.shard_lengths)
             read_example = stored.__getitem__
         else:
-            sizes, read_record = read_tfrecords(info.splits[split].filepaths)
-            if (count := len(sizes)) != (expected := info.splits[split].num_examples):
+            crcs, read_record = read_tfrecords(info.splits[split].filepaths)
+            if (count := len(crcs)) != (expected := info.splits[split].num_examples):
                 raise UserError(f'{root}: {split} has {count} records; {INFO} says {expected}')
 
             def read_example(index: int) -> Example:
@@ -110,12 +110,12 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
         image, labels = _find_columns(info.features, images, name, label)
         read = functools.partial(_read_image, read_example, image, labels, name)
         return Source(
-            count=len(sizes),
+            count=len(crcs),
             class_names=labels.class_names,
             read=read,
             name_of=lambda i: f'{name}[{i}]',
             label_of=lambda i: read(i)[1],
-            size_of=lambda i: sizes[i],
+            size_of=lambda i: crcs[i],
             multi_label=labels.multi_label,
         )
 

@@ -44,12 +44,12 @@ class Task(NamedTuple):
 def _bin_label(
     bounds: Sequence[float], class_names: Sequence[str], value: Callable[[Example], Any]
 ) -> LabelReader:
-    """Reads the number of bounds below a value as the label."""
+    """Returns a reader whose label is the number of bounds that are below a value."""
     return LabelReader(tuple(class_names), lambda e: np.searchsorted(bounds, value(e)))
 
 
 def _grouped(column: str, old: int, new: int) -> LabelReader:
-    """Merges labels 0 to `old` - 1 into `new` groups of consecutive labels."""
+    """Returns a reader that merges `old` labels into `new` groups of consecutive labels."""
     return LabelReader(tuple(map(str, range(new))), lambda e: int(e[column]) * new // old)
 
 

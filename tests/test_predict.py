@@ -68,8 +68,8 @@ def test_a_name_cannot_write_on_the_screen():
 @pytest.mark.parametrize(
     'flags, said',
     [
-        (['--output=x.json'], 'x.json'),
-        (['--output=there.csv'], '--overwrite'),
+        (['--out=x.json'], 'x.json'),
+        (['--out=there.csv'], '--overwrite'),
         (['--features=there.npz'], '--overwrite'),
         (['--features=folder.npz'], 'folder.npz'),
     ],
@@ -113,7 +113,7 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly_and_a_file_is_written_who
     assert ended.returncode == 128 + signal.SIGPIPE
     assert 'Error' not in ended.stderr and 'Broken' not in ended.stderr
     out = tmp_path / 'out.csv'
-    asked = ['--format=csv', '--top=2', f'--output={out}']
+    asked = ['--format=csv', '--top=2', f'--out={out}']
     ended = subprocess.run([*command, *asked], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (1, '')
     assert '1 of 3 images' in ended.stderr

@@ -3,8 +3,8 @@
 CHECKPOINT has any format that vit_jax.load reads, or is a name such as augreg:B/16 (vit_jax augreg
 lists these) or hf:OWNER/NAME. IMAGE is a file or a folder. Prints the five most probable classes of
 each image. If the model was trained with a sigmoid loss, it prints all classes above 50 % instead.
---format=csv or --output=FILE.csv writes one line (path, class, probability) per class.
---format=jsonl or --output=FILE.jsonl writes one JSON object per image. --features=OUT.npz writes
+--format=csv or --out=FILE.csv writes one line (path, class, probability) per class.
+--format=jsonl or --out=FILE.jsonl writes one JSON object per image. --features=OUT.npz writes
 the features (the input of the head) and the paths of the images.
 """
 
@@ -34,18 +34,18 @@ from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import batches_on_all_devices
 from vit_jax.pretrained import LoadedModel, OutputName, load
 
-FORMATS = {'': 'text', '.txt': 'text', '.csv': 'csv', '.jsonl': 'jsonl'}  # by suffix of --output
+FORMATS = {'': 'text', '.txt': 'text', '.csv': 'csv', '.jsonl': 'jsonl'}  # by suffix of --out
 _TOP_K, _THRESHOLD = 5, 0.5  # number of classes for softmax; minimal probability for sigmoid
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints or writes the classes of each image. Returns 1 if some images are unreadable."""
-    suffix = pathlib.Path(arguments.output or '').suffix.lower()
+    suffix = pathlib.Path(arguments.out or '').suffix.lower()
     form: str = arguments.format or FORMATS.get(suffix, '')
     expected = 'expected FILE.csv, FILE.jsonl or FILE.txt, or --format'
-    require(bool(form), f'--output={arguments.output}: unknown ending; {expected}')
+    require(bool(form), f'--out={arguments.out}: unknown ending; {expected}')
     _check_paths(arguments)
-    if arguments.output or arguments.features:
+    if arguments.out or arguments.features:
         output.ignore_closed_pipes()
     source = unlabeled_source(arguments.images)
     loaded = load(arguments.checkpoint, **app.checkpoint_options(arguments))
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
     batches = batches_on_all_devices(reader, arguments.batch_size)
     # On a terminal, printed lines appear above the progress bar.
     bar = output.progress_bar(redirect_stdout=sys.stdout.isatty())
-    with bar, open_output(arguments.output, form) as file:
+    with bar, open_output(arguments.out, form) as file:
         if form == 'csv':
             print('path,class,probability', file=file)
         total = -(-len(source) // batches.batch_size)
@@ -82,14 +82,14 @@ def main(arguments: argparse.Namespace) -> int:
         arrays = {'paths': np.array(paths, str), 'features': np.array(features)}
         write_npz(pathlib.Path(arguments.features), arrays)
         print(f'features of {plural(len(paths), "image")}: {arguments.features}', file=sys.stderr)
-    if arguments.output:
-        print(f'written: {arguments.output}', file=sys.stderr)
+    if arguments.out:
+        print(f'written: {arguments.out}', file=sys.stderr)
     return output.report_unreadable(unreadable, len(source))
 
 
 def _check_paths(arguments: argparse.Namespace) -> None:
     """Raises UserError if an output file exists already or cannot be written."""
-    for path in filter(None, (arguments.output, arguments.features)):
+    for path in filter(None, (arguments.out, arguments.features)):
         exists = os.path.exists(path) and not arguments.overwrite
         require(not exists, f'{path}: exists already; pass --overwrite to replace it')
         can_write = os.access(pathlib.Path(path).absolute().parent, os.W_OK)
@@ -176,11 +176,11 @@ def make_parser() -> argparse.ArgumentParser:
     add('images', metavar='IMAGE', nargs='+', help='image files, or folders of images')
     text = 'classes per image; default: 5, or all above 50%% after training with a sigmoid loss'
     add('--top', type=app.positive_int, metavar='N', help=text)
-    add('--format', choices=['text', 'csv', 'jsonl'], help='default: ending of --output, or text')
-    add('--output', type=app.local_path, metavar='FILE', help='file to write; default: stdout')
+    add('--format', choices=['text', 'csv', 'jsonl'], help='default: ending of --out, or text')
+    add('--out', type=app.local_path, metavar='FILE', help='file to write; default: stdout')
     add('--class_names', metavar='FILE', help='class names, one per line; default: in CHECKPOINT')
     add('--features', type=app.local_path, metavar='OUT.npz', help='write features and paths')
-    add('--overwrite', action='store_true', help='replace existing files of --output, --features')
+    add('--overwrite', action='store_true', help='replace existing files of --out, --features')
     app.add_image_flags(parser)
     return parser
 

@@ -303,7 +303,7 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     options = {name: getattr(config, name) for name in _OPTIONS}
     stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]
     stated += ['no_embed_class'] * (not layout.class_row and config.positions == 'learned')
-    note = f'arguments for timm.create_model, not stored in the file: {", ".join(stated)}'
+    note = f'not stored in the file; set them with timm.create_model: {", ".join(stated)}'
     return [note] if stated else []
 
 

@@ -46,7 +46,7 @@ ARGUMENTS = 'small', 'full', 'sets'
 
 
 def _networks(size: str) -> dict[str, Any]:
-    """Returns the models of figure 4 and a hybrid; half-B32 is the paper's b/32 (half the sizes)."""
+    """Returns the models of figure 4 and a hybrid; half-B32 is b/32 in the paper (half sizes)."""
     if size == 'small':
         return base.SMALL
     rows = 'L/16,7', 'L/32', 'B/32', 'R50+B/32', 'R50x1', 'R152x2'

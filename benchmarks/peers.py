@@ -7,7 +7,7 @@ FOLDER is a clone of the repository of that name, and PYTHON an interpreter that
 Nothing is downloaded, and libraries without a flag are left out. The programs run in turns, each
 time in a new process with all memory of one device (CUDA_VISIBLE_DEVICES selects it). The fastest
 round of each program counts. On a CPU the programs use one core, and time is CPU time. Compiled
-programs are cached, so compile time is that of the first round. The shares of peak and matmul
+programs are cached, so compile time is from the first round. The shares of peak and matmul
 FLOP/s count 6 operations per multiply-add of the forward pass.
 """
 

@@ -1,4 +1,4 @@
-"""Measures time and memory of figures of ViT-B/16: those of the ViT paper, and CKA of all layers.
+"""Measures time and memory of the ViT paper's figures and of CKA of all layers, for ViT-B/16.
 
 python -m benchmarks.visualize_speed [--cka_images=10240]
 

@@ -62,9 +62,9 @@ ARGUMENTS = tuple(ROWS)
 def get_config(row: str = 'imagenet,B/16') -> TrainConfig:
     """Returns the experiment of one row."""
     epochs, learning_rate = ROWS[row]
-    name, network = row.split(',')[:2]
-    data, eval_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[name]
-    model = variant(network, head_bias=head_bias)
+    data_name, model_name = row.split(',')[:2]
+    data, eval_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[data_name]
+    model = variant(model_name, head_bias=head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(

@@ -6,7 +6,7 @@ The parts run in this order:
 
 - compile: a hybrid, a ResNet, and a ViT with each way to compute attention: 20 steps of each
 - peers: B/16, L/16, S/16, H/14, next to timm (--timm=PYTHON) and big_vision (--big_vision=FOLDER)
-- profile: the 30 longest kernels of a step of B/16, with bytes and operations where they are known
+- profile: the 30 slowest kernels of a step of B/16, with bytes and operations if they are known
 - files: B/16 from JPEG files (--photos=FOLDER; without it, from generated files)
 - cifar10: the hybrid on CIFAR-10 (--cifar10=FOLDER), and the accuracy that it reaches
 - options: B/16 with options of XLA, one at a time
@@ -98,12 +98,12 @@ def run_part(part: str, options: dict[str, Any], seconds: float, results: Result
         finally:  # also if this process is interrupted
             timer.cancel()
             kill_group(child.pid)
-        taken = time.monotonic() - began
+        elapsed = time.monotonic() - began
         if code == 0:
             return
         errors.seek(0)
         last = errors.read()[-4000:]
-    if code == -signal.SIGKILL and taken >= seconds:
+    if code == -signal.SIGKILL and elapsed >= seconds:
         results.add(
             part, {'text': f'stopped at the time limit of {seconds:.0f} s', 'stopped': True}
         )

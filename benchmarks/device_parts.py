@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.device`, one in each process: prints a line of JSON for each number.
+"""Runs a part of `benchmarks.device`, and prints a line of JSON for each measurement.
 
 python -m benchmarks.device_parts PART '{"seconds": 60}'
 """

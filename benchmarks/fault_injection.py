@@ -120,9 +120,9 @@ def kills(count: int, number: int) -> Outcome:
 
 def half_a_line(data: bytes) -> bytes:
     """Cuts the last line in the middle."""
-    whole = data.rstrip()
-    start = whole.rfind(b'\n') + 1
-    return whole[: (start + len(whole)) // 2]
+    text = data.rstrip()
+    start = text.rfind(b'\n') + 1
+    return text[: (start + len(text)) // 2]
 
 
 def flipped(data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The train step of `vit_jax.train` for a configuration, on random images."""
+"""Builds the train step of `vit_jax.train` for a configuration, with random images."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

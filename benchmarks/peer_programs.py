@@ -1,4 +1,4 @@
-"""The same train step by different programs; `benchmarks.peers` runs each in its own processes.
+"""Runs the same train step in different programs; `benchmarks.peers` starts each in a process.
 
 A program gets the sizes of a model, a batch size and a precision, and runs train steps on random
 images on the device: forward pass, backward pass, gradient clipping, optimizer. It prints a line of

@@ -40,8 +40,8 @@ def size(types: str) -> int:
 
 def sizes(types: str) -> list[int]:
     """Returns the bytes of each array in a type."""
-    found = re.findall(r'(\w+)\[([\d,]*)\]', types)
-    return [_BYTES.get(t, 0) * math.prod(map(int, filter(None, s.split(',')))) for t, s in found]
+    arrays = re.findall(r'(\w+)\[([\d,]*)\]', types)
+    return [_BYTES.get(t, 0) * math.prod(map(int, filter(None, s.split(',')))) for t, s in arrays]
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:

@@ -1,12 +1,13 @@
-"""What each chip sends in a training step, beside the least: python -m benchmarks.collectives.
+"""Counts the bytes that each TPU chip sends in a training step: python -m benchmarks.collectives.
 
-Counted in programs that the TPU's compiler makes (`pip install -e '.[tpu]'`), no TPU is needed;
-bfloat16, AdamW, 16 images a chip, of which chips of `tensor` share one batch; blocks are recomputed
-unless --remat says otherwise. Names of rows choose some of them. With --quickly the compiler looks
-less for the fastest program, which takes a fifth of the time; L-fsdp-8 and g-fsdp-64 send as much
-then. Of sums that other work may hide it says how many fusions and products stand between their
-start and end. LIBTPU_INIT_ARGS gives the compiler options. B-data-8-gpu is counted where it is
-named: it needs jax's part for GPUs.
+Prints them with the minimum for the mesh and the ratio of both. Bytes are counted in programs of
+the TPU compiler (`pip install -e '.[tpu]'`); no TPU is needed. The step uses bfloat16, AdamW and 16
+images per chip, where chips along `tensor` share the same images. It recomputes blocks unless
+--remat selects another policy. ROW arguments select rows. --quickly lowers the compiler's
+optimization effort, which takes a fifth of the time; L-fsdp-8 and g-fsdp-64 send the same number of
+bytes either way. For each all-reduce that overlaps with other work, the program prints how many
+compute instructions are scheduled between its start and its end. LIBTPU_INIT_ARGS sets compiler
+options. B-data-8-gpu runs only if it is named, because it needs jax's CUDA plugin.
 """
 
 import argparse
@@ -30,9 +31,9 @@ from vit_jax.training.optimizer import OptimizerConfig
 _WORK = 'fusion', 'convolution', 'dot'
 _SUMS = 'all-reduce', 'all-reduce-start'
 _LIBRARIES = re.compile(r'custom_call_target="(__cu|tpu_custom_call)')  # cuBLAS, cuDNN, kernels
-IMAGES = 16  # of a chip; all chips of `tensor` have the same
+IMAGES = 16  # per chip; chips along `tensor` share the same images
 
-# Network, topology, data x fsdp x tensor.
+# Model, topology, sizes of the mesh axes data, fsdp and tensor.
 ROWS = {
     'B-data-8': ('B/16', 'v5e:2x4', 8, 1, 1),
     'B-data-8-v6e': ('B/16', 'v6e:2x4', 8, 1, 1),
@@ -59,18 +60,18 @@ ROWS = {
 
 
 def main() -> None:
-    """Prints a line for each row."""
+    """Prints a line for each selected row."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('rows', nargs='*', help=', '.join(ROWS))
+    parser.add_argument('rows', nargs='*', metavar='ROW', help=f'rows: {", ".join(ROWS)}')
     parser.add_argument('--quickly', action='store_true')
     parser.add_argument('--remat', choices=POLICIES, default='block')
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
-    for row in asked.rows or [row for row in ROWS if not row.endswith('-gpu')]:
-        print(row, _measured(*ROWS[row], asked.remat, quickly=asked.quickly), flush=True)
+    for row in arguments.rows or [row for row in ROWS if not row.endswith('-gpu')]:
+        print(row, _measured(*ROWS[row], arguments.remat, quickly=arguments.quickly), flush=True)
 
 
 def _measured(
@@ -83,7 +84,7 @@ def _measured(
     *,
     quickly: bool,
 ) -> str:
-    where = ahead_of_time.find_topology(topology)
+    target = ahead_of_time.find_topology(topology)
     model = variant(network, pool='gap')
     assert isinstance(model, ViTConfig)
     config = TrainConfig(
@@ -96,36 +97,38 @@ def _measured(
         mesh=MeshConfig(data=data, fsdp=fsdp, tensor=tensor),
     )
     config = memory_plan.with_dummy_data(config, num_classes=1000, num_images=10**6)
-    experiment = build_experiment(config, devices=where.devices)
+    experiment = build_experiment(config, devices=target.devices)
     state, began = training_run.abstract_state(experiment), time.process_time()
     lowered = training_run.lower_update(experiment, state)
-    text = ahead_of_time.compile_for(where, lowered, quickly=quickly).as_text()
-    sent = communication.sent(text, len(where.devices))
+    text = ahead_of_time.compile_for(target, lowered, quickly=quickly).as_text()
+    sent = communication.sent(text, len(target.devices))
     branches = 2 * model.depth * IMAGES * model.num_tokens * model.width
     least = communication.least(state.params, experiment.mesh, itemsize=2, branches=branches)
     seconds = time.process_time() - began
-    total = sum(one.size for one in sent.values())
-    parts = ', '.join(f'{kind} {one.size / 1e6:,.1f}' for kind, one in sent.items())
-    where_split = f'{topology} data={data} fsdp={fsdp} tensor={tensor} remat={remat}'
-    beside = f'{total / 1e6:,.1f} MB sent, at least {least / 1e6:,.1f}: {total / least:.3f}'
-    hidden = f'; work beside sums: {between}' if (between := _beside_sums(text)) else ''
-    return f'{network} {where_split}: {beside} ({parts}){hidden}; {seconds:.0f} CPU s'
+    total = sum(collective.size for collective in sent.values())
+    parts = ', '.join(f'{kind} {collective.size / 1e6:,.1f}' for kind, collective in sent.items())
+    setting = f'{topology} data={data} fsdp={fsdp} tensor={tensor} remat={remat}'
+    ratio = f'minimum {least / 1e6:,.1f} MB, ratio {total / least:.3f}'
+    volume = f'{total / 1e6:,.1f} MB sent per device, {ratio}'
+    counts = _beside_sums(text)
+    overlap = f'; instructions during each all-reduce: {counts}' if counts else ''
+    return f'{network} {setting}: {volume} ({parts}){overlap}; {seconds:.0f} CPU s'
 
 
 def _beside_sums(text: str) -> list[int]:
-    """For each all-reduce that runs beside other work, the fusions and products scheduled there.
+    """Counts the compute instructions scheduled during each asynchronous all-reduce.
 
-    On a TPU's SparseCores it is a call of a computation that holds it.
+    An all-reduce on a TPU's SparseCores is a call of a computation that contains the all-reduce.
     """
     bodies, counts = computations(text)[0], []
     for body in bodies.values():
-        at = {one.name: index for index, one in enumerate(body)}
-        for done in body:
-            if done.operation.endswith('-done'):
-                between = body[at[done.operands[0]] : at[done.name]]
-                begun = between[0], *bodies.get(between[0].called('to_apply'), [])
-                if any(one.operation in _SUMS for one in begun):
-                    counts.append(sum(map(_is_work, between)))
+        positions = {instruction.name: index for index, instruction in enumerate(body)}
+        for end in body:
+            if end.operation.endswith('-done'):
+                scheduled = body[positions[end.operands[0]] : positions[end.name]]
+                started = scheduled[0], *bodies.get(scheduled[0].called('to_apply'), [])
+                if any(instruction.operation in _SUMS for instruction in started):
+                    counts.append(sum(map(_is_work, scheduled)))
     return counts
 
 

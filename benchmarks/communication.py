@@ -1,4 +1,4 @@
-"""What one device sends to the others in a compiled program, and the least that a mesh demands."""
+"""Counts the bytes that a device sends in a compiled program, and the minimum for a mesh."""
 
 import math
 import re
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from benchmarks.program_text import Instruction, computations, size, trips
 
-# Bytes that one of n devices in a ring sends, of each byte of its operand.
+# Bytes that one of n devices in a ring sends per byte of its operand.
 _RING = {
     'all-gather': lambda n: n - 1,
     'all-reduce': lambda n: 2 * (n - 1) / n,
@@ -24,7 +24,7 @@ class Sent(NamedTuple):
     """All collectives of one kind in one run of a program."""
 
     times: int
-    size: int  # bytes that each device sends in all of them
+    size: int  # bytes that each device sends, summed over these collectives
 
 
 class _Collective(NamedTuple):
@@ -34,78 +34,85 @@ class _Collective(NamedTuple):
 
 
 def sent(text: str, devices: int) -> dict[str, Sent]:
-    """What each device sends in one run of the program, by kind of collective.
+    """Returns what each device sends in one run of the program, by kind of collective.
 
-    The bytes are those of an algorithm on a ring. The body of a loop counts as often as it runs,
-    where the program says it, and once elsewhere.
+    Bytes are counted for ring algorithms. A loop counts as often as it runs, or once if the program
+    does not state the number of iterations.
     """
-    found, entry = computations(text)
-    seen: dict[str, _Collective] = {}
+    bodies, entry = computations(text)
+    collectives: dict[str, _Collective] = {}
 
     def walk(name: str, times: int) -> None:
-        body = found[name]
+        body = bodies[name]
         by_name = {one.name: one for one in body}
         slices = [one for one in body if one.operation == 'dynamic-slice']
         sliced = {_origin(one.operands[0], by_name) for one in slices}
         for one in body:
             kind = one.operation.removesuffix('-start')
             if kind in _RING:
-                # TPUs: the fusion of an all-reduce and the slice of it is a reduce-scatter.
+                # On TPUs, an all-reduce fused with a slice of its result is a reduce-scatter.
                 kind = 'reduce-scatter' if kind == 'all-reduce' and one.name in sliced else kind
                 operand = sum(size(by_name[x].type) for x in one.operands if x in by_name)
-                ring = _RING[kind](_group_size(one.rest, devices))
-                # What overlaps with other work stands in a chain of fusions, in loops as well.
+                factor = _RING[kind](_group_size(one.rest, devices))
+                # An asynchronous collective occurs in several fusions, also inside loops, with the
+                # same channel. It is counted once.
                 channel = re.search(r'channel_id=(\d+)', one.rest)
                 key = f'channel {channel[1]}' if channel else f'{name} {one.name}'
-                if key not in seen or seen[key].times > times:
-                    seen[key] = _Collective(kind, times, times * ring * operand)
+                if key not in collectives or collectives[key].times > times:
+                    collectives[key] = _Collective(kind, times, times * factor * operand)
             elif one.operation == 'while':
-                often = times * trips(one, by_name, found)
-                walk(one.called('condition'), often)
-                walk(one.called('body'), often)
+                iterations = times * trips(one, by_name, bodies)
+                walk(one.called('condition'), iterations)
+                walk(one.called('body'), iterations)
             else:
                 for called in filter(None, [*map(one.called, _CALLS), *one.branches]):
                     walk(called, times)
 
     walk(entry, 1)
-    kinds = [kind for kind in _RING if any(one.kind == kind for one in seen.values())]
-    every = {kind: [one for one in seen.values() if one.kind == kind] for kind in kinds}
+    kinds = [kind for kind in _RING if any(one.kind == kind for one in collectives.values())]
+    by_kind = {kind: [one for one in collectives.values() if one.kind == kind] for kind in kinds}
     return {
-        kind: Sent(sum(one.times for one in ones), round(sum(one.size for one in ones)))
-        for kind, ones in every.items()
+        kind: Sent(sum(one.times for one in group), round(sum(one.size for one in group)))
+        for kind, group in by_kind.items()
     }
 
 
 def least(params: Any, mesh: Mesh, *, itemsize: int, branches: int = 0) -> int:
-    """Bytes that each device has to send in a training step, in numbers of `itemsize` bytes.
+    """Returns the minimum number of bytes that each device sends in a training step.
 
-    `params` are abstract, with shardings. The gradient of what every device has whole is summed
-    over all that split the batch. What fsdp splits is gathered for the forward and again for the
-    backward pass; its gradient is scattered, and then summed over data. Over tensor each device has
-    a part of the sum that a branch of a block gives, and of the gradient of what it is given
-    ("Megatron-LM", section 3): `branches` is how many numbers all branches give on one device.
+    Gradients of replicated parameters are all-reduced over data and fsdp. Parameters that are
+    sharded over fsdp are gathered for the forward pass and again for the backward pass; their
+    gradients are reduce-scattered over fsdp and all-reduced over data. The tensor axis needs an
+    all-reduce of the output of each residual branch, and of the gradient of its input
+    ("Megatron-LM", section 3).
+
+    Args:
+      params: Abstract parameters with shardings.
+      mesh: Mesh with the axes data, fsdp and tensor.
+      itemsize: Bytes per number that is sent.
+      branches: Number of elements in the outputs of all residual branches on one device.
     """
     data, fsdp = mesh.shape['data'], mesh.shape['fsdp']
     total = 2.0 * branches * itemsize * _RING['all-reduce'](mesh.shape['tensor'])
     for leaf in jax.tree.leaves(params):
-        here = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
+        local_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
         if 'fsdp' in leaf.sharding.spec:
             rings = 2 * _RING['all-gather'](fsdp) + fsdp * _RING['reduce-scatter'](fsdp)
-            total += here * (rings + _RING['all-reduce'](data))
+            total += local_bytes * (rings + _RING['all-reduce'](data))
         else:
-            total += here * _RING['all-reduce'](data * fsdp)
+            total += local_bytes * _RING['all-reduce'](data * fsdp)
     return round(total)
 
 
 def _origin(name: str, by_name: dict[str, Instruction]) -> str:
-    """Whose result this is, but for its shape."""
+    """Returns the instruction that computed a value, before bitcasts and reshapes."""
     while name in by_name and by_name[name].operation in ('bitcast', 'reshape', 'all-reduce-done'):
         name = by_name[name].operands[0]
     return name
 
 
 def _group_size(rest: str, devices: int) -> int:
-    """The number of devices that take part together."""
+    """Returns the number of devices in each replica group."""
     if named := re.search(r'replica_groups=mesh\[(.*?)\][^{]*\{(.*?)\}', rest):
         sizes = {name: int(n) for name, n in re.findall(r"('\w+')=(\d+)", named[1])}
         count = 1

@@ -1,12 +1,13 @@
-"""Processor seconds to compile a train step at two depths, to make parameters, and to start.
+"""Measures CPU seconds to compile a train step, to initialize parameters, and to start training.
 
     python -m benchmarks.compile_time [--big_vision=FOLDER]
 
-The step of Ti/16, batch 8, float32, momentum, clipped gradients: traced and compiled, nothing
-cached, on one core, the best of some turns; with a folder that holds big_vision's repository, its
-step as a loop beside it. Parameters at depth 32 are made with the loop over blocks rolled and
-unrolled. The quickstart runs to the end of one step, with evaluation and a checkpoint, twice in
-processes of their own: the second finds what the first compiled.
+The step of Ti/16 (batch 8, float32, momentum, clipped gradients) is traced and compiled at two
+depths, on one core and without a cache; the fastest of five repetitions counts. FOLDER holds a
+clone of big_vision, whose step with a scan over blocks is compiled too. Parameters at depth 32 are
+initialized with the loop over blocks rolled and unrolled. The quickstart trains one step, with
+evaluation and a checkpoint, in two processes: the second loads the programs that the first
+compiled.
 """
 
 import argparse
@@ -30,13 +31,13 @@ DEPTHS, TURNS = (8, 32), 5
 
 
 def work(depth: int) -> peer_programs.Work:
-    """The step that is compiled."""
+    """Returns the step to compile."""
     model = variant('Ti/16', depth=depth)
     return peer_programs.Work.of(model, batch=8, precision='float32', optimizer='sgd')
 
 
 def compile_seconds(program: Callable[[peer_programs.Work], Any], depth: int) -> float:
-    """Of a train step at this depth: tracing and compiling."""
+    """Returns the CPU seconds to trace and compile a train step of this depth."""
     jax.clear_caches()
     began = time.process_time()
     program(work(depth))[0].compile()
@@ -44,16 +45,16 @@ def compile_seconds(program: Callable[[peer_programs.Work], Any], depth: int) ->
 
 
 def init_seconds(unroll: int) -> float:
-    """To compile, and to run, what makes the parameters at the larger depth."""
-    _, first = peer_programs.ours(work(DEPTHS[-1]), {'unroll': unroll})
+    """Returns the CPU seconds to compile and run the initialization at the larger depth."""
+    _, make_inputs = peer_programs.ours(work(DEPTHS[-1]), {'unroll': unroll})
     jax.clear_caches()
     began = time.process_time()
-    first()
+    make_inputs()
     return time.process_time() - began
 
 
 def start_seconds(folder: str, number: int) -> float:
-    """Of a process that trains the quickstart for one step."""
+    """Returns the CPU seconds of a process that trains the quickstart for one step."""
     command = [sys.executable, '-m', 'vit_jax.train', '--config=configs/quickstart.py']
     command += ['--config.total.steps=1', '--config.schedule.warmup.steps=0']
     command += [f'--workdir={folder}/{number}']
@@ -66,35 +67,37 @@ def start_seconds(folder: str, number: int) -> float:
 
 
 def main() -> None:
-    """Prints a line for each."""
+    """Prints a line for each measurement."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--big_vision', help='a folder that holds that repository')
+    parser.add_argument('--big_vision', help='clone of big_vision')
     folder = parser.parse_args().big_vision
     with tempfile.TemporaryDirectory() as cache:
         for number, which in enumerate(('first', 'second')):
-            print(f'{which} start of the quickstart: {start_seconds(cache, number):.1f} s')
+            seconds = start_seconds(cache, number)
+            print(f'quickstart, one step, {which} process: {seconds:.1f} CPU s')
     jax.config.update('jax_enable_compilation_cache', False)
     if hasattr(os, 'sched_setaffinity'):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     programs: dict[str, Callable[[peer_programs.Work], Any]] = {
         'vit_jax': lambda work: peer_programs.ours(work, {}),
-        'vit_jax, last block whole': lambda work: peer_programs.ours(work, {'last_block': 'whole'}),
+        'vit_jax, last_block=whole': lambda work: peer_programs.ours(work, {'last_block': 'whole'}),
     }
     if folder is not None:
         programs['big_vision'] = lambda work: peer_programs.big_vision(folder, work, scan=True)
-    taken: dict[tuple[str, int], list[float]] = {}
-    for turn in range(TURNS + 1):
+    measured: dict[tuple[str, int], list[float]] = {}
+    for repetition in range(TURNS + 1):
         for depth in DEPTHS:
             for name, program in programs.items():
                 seconds = compile_seconds(program, depth)
-                if turn:  # the first imports
-                    taken.setdefault((name, depth), []).append(seconds)
-    for (name, depth), each in taken.items():
-        print(f'compile, depth {depth:>2}, {name}: {min(each):.2f} s')
+                if repetition:  # the first repetition includes imports
+                    measured.setdefault((name, depth), []).append(seconds)
+    for (name, depth), repetitions in measured.items():
+        print(f'compile, depth {depth:>2}, {name}: {min(repetitions):.2f} CPU s')
     for unroll in 1, DEPTHS[-1]:
-        print(f'parameters, depth {DEPTHS[-1]}, unroll={unroll}: {init_seconds(unroll):.1f} s')
+        seconds = init_seconds(unroll)
+        print(f'initialize, depth {DEPTHS[-1]}, unroll={unroll}: {seconds:.1f} CPU s')
     versions = ', '.join(f'{n} {importlib.metadata.version(n)}' for n in ('jax', 'flax'))
     print(f'{jax.devices()[0].device_kind}, {versions}')
 

@@ -1,9 +1,9 @@
-"""Are batches the same however images are stored? A folder, TFDS ArrayRecord, TFDS TFRecord.
+"""Compares the batches of one data set in three formats: folder, TFDS ArrayRecord, TFDS TFRecord.
 
 python -m benchmarks.data_formats FOLDER [--steps=400]
 
-Prepares the folder as TFDS sets in a temporary directory, in the folder's order, and prints a
-digest of the batches of each: images, labels, and what augmentation makes of them.
+Prepares the folder as TFDS data sets with the same order of images, in a temporary directory.
+Prints a digest of the training batches from each format: images, labels and augmented images.
 """
 
 import argparse
@@ -26,17 +26,17 @@ from vit_jax.training.losses import make_targets
 
 
 def digest(data: str, steps: int) -> str:
-    """A digest of training batches of 128 images, before and after augmentation."""
+    """Returns a digest of training batches of 128 images, before and after augmentation."""
     source = make_opener()(data, 'train')
     reader = loading.ImageReader(source, InceptionCrop(), (32, 32), exif_rotation=True)
     loader = loading.make_loader(reader)
     targets = functools.partial(make_targets, num_classes=len(source.class_names))
-    changed = jax.jit(functools.partial(augment, config=augreg('light2'), targets_of=targets))
-    total = hashlib.sha256()
+    augmented = jax.jit(functools.partial(augment, config=augreg('light2'), targets_of=targets))
+    sha256 = hashlib.sha256()
     for batch in loading.training_batches(loader, steps=range(steps), batch_size=128, seed=0):
-        for array in (batch['images'], *changed(jax.random.key(0), batch).values()):
-            total.update(np.asarray(array).tobytes())
-    return total.hexdigest()[:16]
+        for array in (batch['images'], *augmented(jax.random.key(0), batch).values()):
+            sha256.update(np.asarray(array).tobytes())
+    return sha256.hexdigest()[:16]
 
 
 def main() -> None:
@@ -53,18 +53,18 @@ def main() -> None:
             splits[split] = [source.read(i) for i in range(len(source))]
         names = source.class_names
         records = tfds_sets.array_record(root / 'array_record', splits, names)
-        ways = {
+        formats = {
             'folder': arguments.folder,
             'TFDS, ArrayRecord': str(records),
             'TFDS, TFRecord': str(tfds_sets.tfrecord(records, root / 'tfrecord')),
         }
-        found = {}
-        for way, data in ways.items():
+        digests = {}
+        for name, data in formats.items():
             began = time.perf_counter()
-            found[way] = digest(data, arguments.steps)
+            digests[name] = digest(data, arguments.steps)
             seconds = time.perf_counter() - began
-            print(f'{way:<20}{found[way]}  {arguments.steps} batches of 128 in {seconds:.1f} s')
-    print('identical' if len(set(found.values())) == 1 else 'they differ')
+            print(f'{name:<20}{digests[name]}  {arguments.steps} batches of 128 in {seconds:.1f} s')
+    print('identical' if len(set(digests.values())) == 1 else 'different')
 
 
 if __name__ == '__main__':

@@ -1,8 +1,8 @@
-"""What it costs to notice other data: seconds at the start of a run, and in the background.
+"""Measures what it costs to detect changed training data, at the start of a run and later.
 
-Command: PYTHONPATH=. python benchmarks/data_manifest.py [--images=1281167] [--folder=DIR]
+Command: python -m benchmarks.data_manifest [--images=1281167] [--folder=DIR]
 
-The folder is made, of empty files in 1,000 classes, where none is given.
+Without --folder, the program makes a folder of empty files in 1,000 classes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from vit_jax.experiment.workdirs import Workdir
 
 
 def make_folder(root: pathlib.Path, images: int) -> None:
-    """The files root/train/CLASS/NAME."""
+    """Makes empty files root/train/CLASS/NAME."""
     for label in range(1000):
         folder = root / 'train' / f'n{label:08}'
         folder.mkdir(parents=True)
@@ -30,7 +30,7 @@ def make_folder(root: pathlib.Path, images: int) -> None:
 
 
 class Clock:
-    """Prints seconds, and those of them that the processor took, since it was last asked."""
+    """Prints the wall and CPU seconds since the last call."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter(), time.process_time()
@@ -38,13 +38,13 @@ class Clock:
     def __call__(self, what: str) -> None:
         now = time.perf_counter(), time.process_time()
         wall, cpu = (a - b for a, b in zip(now, self._since, strict=True))
-        print(f'  {what:<50} {wall:6.2f} s, of the processor {cpu:6.2f} s', flush=True)
+        print(f'  {what:<50} {wall:6.2f} s, CPU {cpu:6.2f} s', flush=True)
         self._since = time.perf_counter(), time.process_time()
 
 
 def measure(data: str, workdir: pathlib.Path) -> None:
-    """Prints what a first start and a second one take."""
-    for start in 'first start', 'start of the same run':
+    """Prints the seconds of the first and the second start of a run."""
+    for start in 'first start', 'second start':
         print(start)
         clock = Clock()
         source = make_opener()(data, 'train')
@@ -52,15 +52,15 @@ def measure(data: str, workdir: pathlib.Path) -> None:
         reader = ImageReader(source, Resize(), (224, 224), exif_rotation=False)
         sources = data_manifest.name_sources(reader, [], None)
         with data_manifest.compare_data(Workdir(workdir), sources, Job()) as check:
-            clock('names, labels and some sizes recorded or compared')
+            clock('names, labels and some sizes listed or compared')
             check(3600.0)
-        clock('in the background: all sizes, and the record')
+        clock('in the background: all sizes, manifest written')
         (workdir / 'checkpoints' / '1').mkdir(parents=True, exist_ok=True)
-    print(f'the record has {(workdir / workdirs.MANIFEST).stat().st_size / 1e6:.1f} MB')
+    print(f'the manifest has {(workdir / workdirs.MANIFEST).stat().st_size / 1e6:.1f} MB')
 
 
 def main() -> None:
-    """Measures on a folder that is given, or made."""
+    """Measures with the given folder, or with one that it makes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--images', type=app.positive_int, default=1_281_167)
     parser.add_argument('--folder')

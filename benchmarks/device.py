@@ -6,16 +6,16 @@ The parts run in this order:
 
 - compile: a hybrid, a ResNet, and a ViT with each way to compute attention: 20 steps of each
 - peers: B/16, L/16, S/16, H/14, next to timm (--timm=PYTHON) and big_vision (--big_vision=FOLDER)
-- profile: the 30 longest kernels of a step of B/16, with bytes and operations where they are known
-- files: B/16 from JPEG files (--photos=FOLDER; others are made)
+- profile: the 30 slowest kernels of a step of B/16, with bytes and operations if they are known
+- files: B/16 from JPEG files (--photos=FOLDER; without it, from generated files)
 - cifar10: the hybrid on CIFAR-10 (--cifar10=FOLDER), and the accuracy that it reaches
 - options: B/16 with options of XLA, one at a time
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
 
 Each part is a process with a time limit, so a part that fails or hangs does not stop the others.
 Each line is printed, and appended to --out (benchmarks/results/device.jsonl) when it is measured.
-With --only one part runs, and has all the time. On a CPU the models are tiny, which tests the
-program and measures nothing of interest. Nothing else should run on the machine.
+With --only, one part runs and has all the time. On a CPU the models are tiny, which only tests the
+program. Nothing else should run on the machine.
 """
 
 import argparse
@@ -51,7 +51,7 @@ MINUTES = 6.0
 
 
 class Results:
-    """The lines that were measured: printed, and kept in a file."""
+    """Prints measurements, and appends them to a file."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
@@ -95,16 +95,18 @@ def run_part(part: str, options: dict[str, Any], seconds: float, results: Result
                 if line.startswith('{'):
                     results.add(part, json.loads(line))
             code = child.wait()
-        finally:  # also where this process is interrupted
+        finally:  # also if this process is interrupted
             timer.cancel()
             kill_group(child.pid)
-        taken = time.monotonic() - began
+        elapsed = time.monotonic() - began
         if code == 0:
             return
         errors.seek(0)
         last = errors.read()[-4000:]
-    if code == -signal.SIGKILL and taken >= seconds:
-        results.add(part, {'text': f'stopped after its {seconds:.0f} s', 'stopped': True})
+    if code == -signal.SIGKILL and elapsed >= seconds:
+        results.add(
+            part, {'text': f'stopped at the time limit of {seconds:.0f} s', 'stopped': True}
+        )
         return
     lines = last.strip().splitlines() or ['']
     reason = next((line for line in lines if 'Check failed' in line), lines[-1])
@@ -112,7 +114,7 @@ def run_part(part: str, options: dict[str, Any], seconds: float, results: Result
 
 
 def minutes(text: str) -> float:
-    """A time that is left to measure in."""
+    """Parses a positive number of minutes."""
     if not 0 < float(text) < float('inf'):
         raise argparse.ArgumentTypeError(f'{text}: expected more than 0')
     return float(text)
@@ -126,21 +128,23 @@ def main() -> None:
     parser.add_argument('--minutes', type=minutes, default=MINUTES)
     parser.add_argument('--only', choices=LIMITS, metavar='PART', help=', '.join(LIMITS))
     parser.add_argument('--out', default=ROOT / 'benchmarks' / 'results' / 'device.jsonl')
-    parser.add_argument('--timm', metavar='PYTHON', help='has torch and timm')
-    parser.add_argument('--big_vision', metavar='FOLDER', help='holds that repository')
-    parser.add_argument('--photos', metavar='FOLDER', help='of JPEG files')
-    parser.add_argument('--cifar10', metavar='FOLDER', help='as vit_jax.prepare writes it')
+    parser.add_argument('--timm', metavar='PYTHON', help='interpreter that has torch and timm')
+    parser.add_argument('--big_vision', metavar='FOLDER', help='clone of big_vision')
+    parser.add_argument('--photos', metavar='FOLDER', help='folder of JPEG files')
+    parser.add_argument(
+        '--cifar10', metavar='FOLDER', help='data set, as written by vit_jax.prepare'
+    )
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    end = time.monotonic() + 60 * arguments.minutes
+    deadline = time.monotonic() + 60 * arguments.minutes
     results = Results(pathlib.Path(arguments.out))
     options = {
         name: getattr(arguments, name) for name in ('timm', 'big_vision', 'photos', 'cifar10')
     }
     command = shlex.join(['python', '-m', 'benchmarks.device', *sys.argv[1:]])
-    run_part('device', options | {'command': command}, end - time.monotonic(), results)
+    run_part('device', options | {'command': command}, deadline - time.monotonic(), results)
     for part in [arguments.only] if arguments.only else LIMITS:
-        left = end - time.monotonic()
+        left = deadline - time.monotonic()
         limit = left if arguments.only else min(left, LIMITS[part] * arguments.minutes / MINUTES)
         if left < 5:
             results.add(

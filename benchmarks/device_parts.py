@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.device`, one in each process: prints a line of JSON for each number.
+"""Runs a part of `benchmarks.device`, and prints a line of JSON for each measurement.
 
 python -m benchmarks.device_parts PART '{"seconds": 60}'
 """
@@ -56,17 +56,17 @@ XLA_OPTIONS: list[dict[str, Any]] = [
 
 
 def emit(text: str, **numbers: Any) -> None:
-    """Prints a line: its text for people, its numbers for programs."""
+    """Prints a line of JSON with a text for people and numbers for programs."""
     print(json.dumps({'text': text} | numbers), flush=True)
 
 
 def on_cpu() -> bool:
-    """Is there no accelerator?"""
+    """Returns whether jax has no accelerator."""
     return jax.default_backend() == 'cpu'
 
 
 def model_and_batch() -> tuple[ViTConfig, int]:
-    """The model and the batch of most parts."""
+    """Returns the model and the batch size of most parts."""
     if on_cpu():
         return TINY, 8
     model = variant('B/16', pool='gap')
@@ -83,7 +83,7 @@ class Running:
     metrics: Any = None
 
     def run_steps(self, steps: int, batches: Iterator[Any]) -> float:
-        """Makes some steps; returns the seconds of one."""
+        """Runs steps, and returns the mean seconds per step."""
         began = time.perf_counter()
         for _ in range(steps):
             self.state, self.metrics = self.step(self.state, next(batches))
@@ -92,7 +92,7 @@ class Running:
 
 
 def repeat(batch: Any) -> Iterator[Any]:
-    """The same batch without end."""
+    """Yields the same batch without end."""
     while True:
         yield batch
 
@@ -116,9 +116,9 @@ def measure(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = N
 
 
 def describe(numbers: dict[str, Any]) -> str:
-    """The numbers of `measure` in one line."""
+    """Formats the numbers of `measure` in one line."""
     return (
-        f'{numbers["images_per_second"]:>10,.1f} images/s, {numbers["step_ms"]:,.2f} ms a step, '
+        f'{numbers["images_per_second"]:>10,.1f} images/s, {numbers["step_ms"]:,.2f} ms per step, '
         f'compiled in {numbers["compile_seconds"]:.1f} s, loss {numbers["loss"]:.3f}'
     )
 
@@ -131,9 +131,9 @@ def part_device(options: dict[str, Any]) -> None:
     head = subprocess.run(
         ['git', 'rev-parse', '--short', 'HEAD'], cwd=ROOT, text=True, capture_output=True
     )
-    said = ', '.join(f'{name} {version}' for name, version in versions.items())
+    software = ', '.join(f'{name} {version}' for name, version in versions.items())
     emit(
-        f'{device.device_kind}, {count_cores()} cores; {said}',
+        f'{device.device_kind}, {count_cores()} cores; {software}',
         device=device.device_kind,
         platform_version=getattr(device.client, 'platform_version', ''),
         cores=count_cores(),
@@ -145,7 +145,7 @@ def part_device(options: dict[str, Any]) -> None:
 
 def part_compile(options: dict[str, Any]) -> None:
     """Compiles and trains each model, to find models that abort or do not train."""
-    ways: tuple[Implementation, ...] = ('xla', 'blockwise')
+    implementations: tuple[Implementation, ...] = ('xla', 'blockwise')
     hybrid = dataclasses.replace(cifar10_hybrid.get_config(), data='photos', batch_size=256)
     programs = {'hybrid of CIFAR-10': dataclasses.replace(hybrid, fewshot=None)}
     if on_cpu():
@@ -155,11 +155,11 @@ def part_compile(options: dict[str, Any]) -> None:
         vit: ModelConfig = TINY
         batch_size = 8
     else:
-        ways = ('cudnn', 'xla', 'blockwise')
+        implementations = ('cudnn', 'xla', 'blockwise')
         resnet, vit, batch_size = variant('R50x1'), variant('B/16'), 128
     programs['ResNet'] = make_config(resnet, batch_size)
-    for way in ways:
-        programs[f'ViT, {way}'] = make_config(vit, batch_size, compute=Compute(attention=way))
+    for kind in implementations:
+        programs[f'ViT, {kind}'] = make_config(vit, batch_size, compute=Compute(attention=kind))
     for name, config in programs.items():
         try:
             numbers = measure(trace_step(config, num_classes=10))
@@ -170,7 +170,7 @@ def part_compile(options: dict[str, Any]) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line."""
+    """Returns the first line of an error message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
@@ -184,26 +184,24 @@ def part_peers(options: dict[str, Any]) -> None:
     sizes = {'B/16': 256, 'L/16': 128, 'S/16': 512, 'H/14': 64}
     if platform == 'cpu':
         sizes = {'Ti/16': 2}
-    where = {'big_vision': options['big_vision'], SCAN: options['big_vision']}
-    where['timm'] = options['timm']
-    programs = {'ours': ''} | {name: path for name, path in where.items() if path}
-    product: dict[str, dict[str, Any]] = {}
+    paths = {'big_vision': options['big_vision'], SCAN: options['big_vision']}
+    paths['timm'] = options['timm']
+    programs = {'ours': ''} | {name: path for name, path in paths.items() if path}
+    matmul: dict[str, dict[str, Any]] = {}
     for name, batch in sizes.items():
         model = variant(name, pool='gap', num_classes=CLASSES)
         assert isinstance(model, ViTConfig)
         steps = 1 if platform == 'cpu' else 30
         precision = 'float32' if platform == 'cpu' else 'bfloat16'
         work = Work.of(model, batch=batch, precision=precision, optimizer='adamw', steps=steps)
-        if not product:  # the same for all sizes
-            product = peers.compare({'matmul': ''}, work, rounds=1, platform=platform)
-        results = dict(product)
+        if not matmul:  # the same for all sizes
+            matmul = peers.compare({'matmul': ''}, work, rounds=1, platform=platform)
+        results = dict(matmul)
         for program, path in programs.items():
             results |= peers.compare({program: path}, work, rounds=1, platform=platform)
-            line = peers.table(results, work, model)[-2]  # the last one is the product's
-            emit(
-                f'{name} {line}', model=name, work=work._asdict(), name=program, **results[program]
-            )
-    emit(f'product of matrices: {product["matmul"]}', **product)
+            row, line = peers.table(results, work, model)[-2:]  # `line` has the matrix product
+            emit(f'{name} {row}', model=name, work=work._asdict(), name=program, **results[program])
+    emit(line, **matmul)
 
 
 def platform_of_another_process() -> str:
@@ -213,7 +211,7 @@ def platform_of_another_process() -> str:
 
 
 def part_profile(options: dict[str, Any]) -> None:
-    """Shows how much of the time of a step each kernel takes."""
+    """Reports the share of each kernel in the time of a step."""
     model, batch_size = model_and_batch()
     traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     compiled = traced.lowered.compile()
@@ -223,49 +221,49 @@ def part_profile(options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             seconds = running.run_steps(PROFILED, repeat(batch))
-        taken = read_durations(next(pathlib.Path(folder).rglob('*.xplane.pb')))
-    total = sum(taken.values())
+        durations = read_durations(next(pathlib.Path(folder).rglob('*.xplane.pb')))
+    total = sum(durations.values())
     emit(
-        f'{1e3 * seconds:.2f} ms a step while watched, {total / 1e6 / PROFILED:.2f} ms in kernels',
+        f'{1e3 * seconds:.2f} ms per profiled step, {total / 1e6 / PROFILED:.2f} ms in kernels',
         step_ms=1e3 * seconds,
         kernels_ms=total / 1e6 / PROFILED,
     )
-    for kind, group in group_kernels(taken, compiled.as_text()):
+    for kind, group in group_kernels(durations, compiled.as_text()):
         share = group['ms'] * 1e6 * PROFILED / total
         rates = [f'{group[unit]:8,.1f} {unit}' for unit in ('TFLOP/s', 'GB/s') if group[unit]]
-        said = f'{group["ms"]:8.3f} ms {share:6.1%} {group["times"]:>5.0f} x {kind:<60}'
-        emit(said + ' '.join(rates), kind=kind, share=share, **group)
+        text = f'{group["ms"]:8.3f} ms {share:6.1%} {group["times"]:>5.0f} x {kind:<60}'
+        emit(text + ' '.join(rates), kind=kind, share=share, **group)
 
 
 def read_durations(profile: pathlib.Path) -> dict[str, float]:
-    """Nanoseconds of each operation of the programs in a profile, by its name."""
-    taken: dict[str, float] = collections.defaultdict(float)
+    """Returns the nanoseconds of each HLO operation in a profile, by name."""
+    durations: dict[str, float] = collections.defaultdict(float)
     planes = [*jax.profiler.ProfileData.from_file(str(profile)).planes]
-    of_devices = [plane for plane in planes if plane.name.startswith('/device:GPU')]
-    for plane in of_devices or planes:
+    gpu_planes = [plane for plane in planes if plane.name.startswith('/device:GPU')]
+    for plane in gpu_planes or planes:
         for line in plane.lines:
             for event in line.events:
                 name = dict(event.stats).get('hlo_op')
                 if name is not None:
-                    taken[str(name)] += event.duration_ns
-    return taken
+                    durations[str(name)] += event.duration_ns
+    return durations
 
 
 def group_kernels(taken: dict[str, float], text: str) -> list[tuple[str, dict[str, float]]]:
     """Returns the slowest kinds of kernels and their throughput, summed over blocks."""
-    known: dict[str, Kernel] = {one.name: one for one in kernels(text)}
+    by_name: dict[str, Kernel] = {kernel.name: kernel for kernel in kernels(text)}
     groups: dict[str, dict[str, float]] = {}
     for name, nanoseconds in taken.items():
-        one = known.get(name)
-        result = '' if one is None else re.sub(r'\{.*?\}', '', one.result)[:48]
+        kernel = by_name.get(name)
+        result = '' if kernel is None else re.sub(r'\{.*?\}', '', kernel.result)[:48]
         kind = f'{re.sub(r"[.0-9]+$", "", name)} {result}'.strip()
-        empty = {'ms': 0.0, 'times': 0.0, 'bytes': 0.0, 'operations': 0.0}
-        group = groups.setdefault(kind, empty)
+        zeros = {'ms': 0.0, 'times': 0.0, 'bytes': 0.0, 'operations': 0.0}
+        group = groups.setdefault(kind, zeros)
         group['ms'] += nanoseconds / 1e6 / PROFILED
-        if one is not None:
-            group['times'] += one.times
-            group['bytes'] += one.times * (one.moved or 0)
-            group['operations'] += one.times * (one.operations or 0)
+        if kernel is not None:
+            group['times'] += kernel.times
+            group['bytes'] += kernel.times * (kernel.moved or 0)
+            group['operations'] += kernel.times * (kernel.operations or 0)
     for group in groups.values():
         seconds = max(group['ms'], 1e-9) / 1e3
         group['GB/s'] = group['bytes'] / seconds / 1e9
@@ -274,7 +272,7 @@ def group_kernels(taken: dict[str, float], text: str) -> list[tuple[str, dict[st
 
 
 def part_files(options: dict[str, Any]) -> None:
-    """Training from JPEG files, and how long a step waits for its batch."""
+    """Measures training from JPEG files, and how long a step waits for its batch."""
     model, batch_size = model_and_batch()
     crop = Augmentation(crop=InceptionCrop(), flip=True)
     config = make_config(model, batch_size, augmentation=crop)
@@ -283,30 +281,30 @@ def part_files(options: dict[str, Any]) -> None:
     state, batch = traced.make_inputs()
     running = Running(compiled, state)
     running.run_steps(3, repeat(batch))
-    alone = running.run_steps(STEPS, repeat(batch))
-    emit(f'the step alone {batch_size / alone:,.0f} images/s', step_ms=1e3 * alone)
+    repeated = running.run_steps(STEPS, repeat(batch))
+    emit(f'repeated batch {batch_size / repeated:,.0f} images/s', step_ms=1e3 * repeated)
     with tempfile.TemporaryDirectory() as folder:
         photos = options['photos'] or made_photos(folder)
-        said = 'the given photos' if options['photos'] else 'photos that were made, 500x375'
+        origin = 'given photos' if options['photos'] else 'generated photos of 500 x 375 pixels'
         loader = LoaderConfig(placement='host')
         batches = make_batches(photos, model.image_size, batch_size, loader)
-        waited: list[float] = []
+        waits: list[float] = []
         running.run_steps(3, batches)
-        seconds = running.run_steps(STEPS, time_waits(batches, waited))
-        wait = sum(waited) / STEPS
+        seconds = running.run_steps(STEPS, time_waits(batches, waits))
+        mean_wait = sum(waits) / STEPS
         emit(
             f'{count_cores()} threads {batch_size / seconds:>8,.0f} images/s, '
-            f'{wait / seconds:6.1%} of it waiting for data; {said}',
+            f'{mean_wait / seconds:6.1%} of the time waiting for data; {origin}',
             name='threads',
             count=count_cores(),
             images_per_second=batch_size / seconds,
-            wait_share=wait / seconds,
+            wait_share=mean_wait / seconds,
         )
         del batches
 
 
 def made_photos(folder: str) -> str:
-    """64 JPEG files of smooth noise, about 60 kB each."""
+    """Writes 64 JPEG files of smooth noise, about 60 kB each, and returns the folder."""
     rng = np.random.default_rng(0)
     for number in range(64):
         coarse = rng.integers(0, 256, (47, 63, 3), dtype=np.uint8)
@@ -344,13 +342,13 @@ def part_cifar10(options: dict[str, Any]) -> None:
         command += ['--config.schedule.warmup.fraction=0.05', '--config.ema_decay=0.99']
         began = time.monotonic()
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        seen = 0
-        while child.poll() is None or seen < len(evaluations(folder)):
-            for line in evaluations(folder)[seen:]:
-                seen += 1
+        reported = 0
+        while child.poll() is None or reported < len(evaluations(folder)):
+            for line in evaluations(folder)[reported:]:
+                reported += 1
                 emit(
                     f'{line["accuracy"]:.2%} of the test images after {line["step"]:,} of '
-                    f'{steps:,} steps, {time.monotonic() - began:.0f} s with start and compiling',
+                    f'{steps:,} steps, {time.monotonic() - began:.0f} s including compilation',
                     step=line['step'],
                     steps=steps,
                     accuracy=line['accuracy'],
@@ -362,24 +360,24 @@ def part_cifar10(options: dict[str, Any]) -> None:
 
 
 def evaluations(folder: str) -> list[dict[str, Any]]:
-    """The evaluations of a run so far."""
+    """Reads the evaluations of a run that is in progress."""
     path = pathlib.Path(folder, 'run', 'metrics.jsonl')
     if not path.exists():
         return []
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith('\n')]
-    return [one for one in map(json.loads, lines) if one['kind'] == 'test']
+    return [values for values in map(json.loads, lines) if values['kind'] == 'test']
 
 
 def part_options(options: dict[str, Any]) -> None:
-    """Whether an option of XLA makes the step faster; ratios are of one process."""
+    """Compares the step with each option of XLA to the step without, in one process."""
     model, batch_size = model_and_batch()
     traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
-    tried = [{'xla_backend_optimization_level': 1}] if on_cpu() else XLA_OPTIONS
+    candidates = [{'xla_backend_optimization_level': 1}] if on_cpu() else XLA_OPTIONS
     base = None
-    for xla in [{}, *tried]:
-        name = ', '.join(f'{option}={value}' for option, value in xla.items()) or 'no option'
+    for xla_options in [{}, *candidates]:
+        name = ', '.join(f'{key}={value}' for key, value in xla_options.items()) or 'no option'
         try:
-            numbers = measure(traced, options=xla)
+            numbers = measure(traced, options=xla_options)
         except Exception as error:  # an option that this XLA does not know
             emit(f'{name}: failed: {first_line(error)}', name=name, error=str(error)[:2000])
             continue
@@ -389,35 +387,35 @@ def part_options(options: dict[str, Any]) -> None:
 
 
 def part_attention(options: dict[str, Any]) -> None:
-    """How far bfloat16 attention is from float32, and how long each way takes."""
+    """Measures the error of bfloat16 attention and the time of each implementation."""
     lengths = (17, 36) if on_cpu() else (36, 50, 196, 197, 256, 257, 577, 1025)
     batch, heads, size = (2, 3, 8) if on_cpu() else (64, 12, 64)
-    ways: tuple[Implementation, ...] = ('xla', 'blockwise')
+    implementations: tuple[Implementation, ...] = ('xla', 'blockwise')
     for length in lengths:
         keys = jax.random.split(jax.random.key(length), 4)
-        exact = [jax.random.normal(key, (batch, length, heads, size)) for key in keys]
-        rounded = [x.astype(jnp.bfloat16) for x in exact]
+        inputs = [jax.random.normal(key, (batch, length, heads, size)) for key in keys]
+        bfloat16_inputs = [x.astype(jnp.bfloat16) for x in inputs]
         with jax.default_matmul_precision('highest'):
-            expected = jax.block_until_ready(attention_and_gradients('xla')(*exact))
+            expected = jax.block_until_ready(attention_and_gradients('xla')(*inputs))
         if not on_cpu():
             fused = supports_cudnn(length, heads, size, 'bfloat16')
-            ways = ('cudnn', 'xla') if fused else ('xla',)
+            implementations = ('cudnn', 'xla') if fused else ('xla',)
             if not fused:
                 emit(f'{length:>5} tokens: cuDNN does not compile', tokens=length, name='cudnn')
-        for way in ways:
-            function = attention_and_gradients(way)
-            found = jax.block_until_ready(function(*rounded))
+        for kind in implementations:
+            function = attention_and_gradients(kind)
+            outputs = jax.block_until_ready(function(*bfloat16_inputs))
             began = time.perf_counter()
             for _ in range(STEPS):
-                found = function(*rounded)
-            jax.block_until_ready(found)
+                outputs = function(*bfloat16_inputs)
+            jax.block_until_ready(outputs)
             ms = 1e3 * (time.perf_counter() - began) / STEPS
-            errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+            errors = [relative_error(*pair) for pair in zip(outputs, expected, strict=True)]
             emit(
-                f'{length:>5} tokens {way:<10}{ms:8.3f} ms forward and backward; relative error '
+                f'{length:>5} tokens {kind:<10}{ms:8.3f} ms forward and backward; relative error '
                 f'{errors[0]:.4f}, of gradients {max(errors[1:]):.4f}',
                 tokens=length,
-                name=way,
+                name=kind,
                 ms=ms,
                 errors=errors,
             )
@@ -425,18 +423,18 @@ def part_attention(options: dict[str, Any]) -> None:
 
 @functools.cache
 def attention_and_gradients(way: Implementation) -> Callable[..., tuple[Array, ...]]:
-    """Attention and its three gradients, compiled."""
+    """Returns a compiled function that computes attention and its three gradients."""
 
     def run(query: Array, key: Array, value: Array, change: Array) -> tuple[Array, ...]:
-        mix = functools.partial(attend, implementation=way)
-        mixed, pull = jax.vjp(mix, query, key, value)
-        return mixed, *pull(change)
+        attention = functools.partial(attend, implementation=way)
+        output, gradients_of = jax.vjp(attention, query, key, value)
+        return output, *gradients_of(change)
 
     return jax.jit(run)
 
 
 def relative_error(found: Array, expected: Array) -> float:
-    """The relative distance of two arrays, in the Euclidean norm."""
+    """Returns the Euclidean norm of the difference, relative to the norm of `expected`."""
     difference = found.astype(jnp.float32) - expected
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected))
 

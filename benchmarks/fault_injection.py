@@ -1,10 +1,10 @@
-"""Injects faults and counts which promises hold.
+"""Injects faults and counts how often each guarantee holds.
 
 Command: python -m benchmarks.fault_tolerance --inject_faults
 
-A row is a promise, how often it was tried, and the first case that broke it. Most rows count tests;
-the others try more than a test may take: kills at any moment of a run's life, each kind of damage
-to each kind of file of a run, many copies of foreign files.
+Each row of the table tests one guarantee and lists the first 20 cases that broke it. Most rows run
+tests. The others try more cases than a test has time for: kills at any moment of a run, each kind
+of damage to each kind of file of a run, and many damaged copies of published checkpoints.
 """
 
 import contextlib
@@ -33,11 +33,11 @@ from tests.hosts import ROOT, hosts, result
 from vit_jax.base import UserError
 from vit_jax.experiment import training_run
 
-LONGEST = 1800  # seconds, of a row
+LONGEST = 1800  # time limit of one process, in seconds
 
 
 class Outcome(NamedTuple):
-    """How many cases kept the promise, which did not, and how many could not be tried."""
+    """The number of cases that held, the cases that broke, and the number that was skipped."""
 
     held: int
     broken: list[str]
@@ -45,29 +45,29 @@ class Outcome(NamedTuple):
 
 
 def tests(*arguments: str) -> Outcome:
-    """What pytest says of these tests, the full ones too; that there are none breaks the row."""
+    """Runs tests with pytest, including the full ones. Finding no test counts as broken."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / 'report.xml'
         command = [sys.executable, '-m', 'pytest', '-n', '0', '-m', '', f'--junitxml={report}']
-        done = subprocess.run(
+        finished = subprocess.run(
             [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LONGEST
         )
         cases = [*ElementTree.parse(report).iter('testcase')] if report.exists() else []
-    found: dict[str, list[str]] = {'held': [], 'broken': [], 'skipped': []}
+    names: dict[str, list[str]] = {'held': [], 'broken': [], 'skipped': []}
     for case in cases:
         tags = {child.tag for child in case}
         kind = (
             'broken' if tags & {'failure', 'error'} else 'skipped' if 'skipped' in tags else 'held'
         )
-        found[kind].append(case.get('name', ''))
-    if done.returncode and not found['broken']:
-        found['broken'] = [f'{arguments}: {(done.stdout + done.stderr).strip()[-200:]}']
-    return Outcome(len(found['held']), found['broken'], len(found['skipped']))
+        names[kind].append(case.get('name', ''))
+    if finished.returncode and not names['broken']:
+        names['broken'] = [f'{arguments}: {(finished.stdout + finished.stderr).strip()[-200:]}']
+    return Outcome(len(names['held']), names['broken'], len(names['skipped']))
 
 
 @contextlib.contextmanager
 def training(folder: pathlib.Path, faults: str, count: int = 1, *flags: str) -> Iterator[Any]:
-    """The processes of a small training in FOLDER/run."""
+    """Starts the processes of a small training in FOLDER/run, with faults."""
     folder.mkdir(exist_ok=True)
     command = ['tests.faulty', faults, '--config=tests/tiny_config.py', f'--workdir={folder}/run']
     with hosts(folder, [*command, *flags], count) as started:
@@ -75,57 +75,58 @@ def training(folder: pathlib.Path, faults: str, count: int = 1, *flags: str) -> 
 
 
 def to_the_end(folder: pathlib.Path, count: int = 1, *flags: str) -> tuple[list[int], str]:
-    """The exit codes of a training without faults, and what its first process said."""
+    """Trains without faults; returns the exit codes and the output of the first process."""
     with training(folder, 'slow:0', count, *flags) as started:
         return [host.wait(LONGEST) for host in started], started[0].text
 
 
 def unlike(folder: pathlib.Path, whole: pathlib.Path, metrics: bool = True) -> str:
-    """How the run in one folder ended differently from that in the other; '' where it did not."""
-    (params, lines), (expected, told) = result(folder), result(whole)
+    """Returns how the run in `folder` differs from the run in `whole`; '' if it does not."""
+    (params, actual_lines), (expected, expected_lines) = result(folder), result(whole)
     if any(not np.array_equal(params[name], leaf) for name, leaf in expected.items()):
-        return 'other bits'
-    return 'other lines in metrics.jsonl' if metrics and lines != told else ''
+        return 'parameters differ'
+    return 'metrics.jsonl differs' if metrics and actual_lines != expected_lines else ''
 
 
 def kills(count: int, number: int) -> Outcome:
-    """SIGKILL at random moments of one run's life: of all its processes, or of one of them."""
+    """Kills all processes of a run, or one of them, at random moments, and resumes it each time."""
     moments = random.Random(count)
     folder = pathlib.Path(tempfile.mkdtemp())
     flags = f'--config.total.steps={max(60, 40 * number)}', '--heartbeat_seconds=10'
     to_the_end(folder / 'whole', count, *flags)
-    life, died = 0.0, 0
+    run_seconds, num_kills = 0.0, 0
     for _ in range(number):
         with training(folder / 'killed', 'slow:300', count, *flags) as started:
             began = time.monotonic()
-            if not life:
+            if not run_seconds:
                 started[0].wait_for('reported')
-                life = 2 * (time.monotonic() - began)
-            time.sleep(moments.uniform(0, life))
+                run_seconds = 2 * (time.monotonic() - began)
+            time.sleep(moments.uniform(0, run_seconds))
             if all(host.process.exitcode == 0 for host in started):
-                break  # it is complete
-            died += 1
+                break  # the run is complete
+            num_kills += 1
             victims = moments.choice([started, *([host] for host in started)])
             for host in moments.sample(victims, len(victims)):
                 host.process.kill()
-            for host in started:  # one that still waits for its dead peers is killed after this
+            for host in started:  # `training` kills those that still wait for a killed process
                 with contextlib.suppress(AssertionError):
                     host.wait(20)
     codes, text = to_the_end(folder / 'killed', count, *flags)
-    how = unlike(folder / 'killed', folder / 'whole') if not any(codes) else text[-300:]
+    difference = unlike(folder / 'killed', folder / 'whole') if not any(codes) else text[-300:]
     shutil.rmtree(folder)
-    return Outcome(0 if how else died, [f'after {died} kills: {how}'] if how else [])
+    failed = [f'after {num_kills} kills: {difference}'] if difference else []
+    return Outcome(0 if failed else num_kills, failed)
 
 
 def half_a_line(data: bytes) -> bytes:
-    """Cut in the middle of the last line."""
-    whole = data.rstrip()
-    start = whole.rfind(b'\n') + 1
-    return whole[: (start + len(whole)) // 2]
+    """Cuts the last line in the middle."""
+    text = data.rstrip()
+    start = text.rfind(b'\n') + 1
+    return text[: (start + len(text)) // 2]
 
 
 def flipped(data: bytes) -> bytes:
-    """With one bit the other way round."""
+    """Flips one bit."""
     place = random.Random(zlib.crc32(data)).randrange(8 * max(1, len(data)))
     changed = bytearray(data or b'\0')
     changed[place // 8] ^= 1 << place % 8
@@ -137,7 +138,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     'cut': lambda data: data[: len(data) // 2],
     'half a line': half_a_line,
     'a number': lambda data: b'12\n',
-    'a list': lambda data: b'[]\n' + data.partition(b'\n')[2],  # of a line, where there are more
+    'a list': lambda data: b'[]\n' + data.partition(b'\n')[2],  # replaces the first line
     'deep': lambda data: b'[' * 100_000 + data,
     'not UTF-8': lambda data: b'\xff\xfe' + data,
     'flipped': flipped,
@@ -145,7 +146,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def damage(path: pathlib.Path, kind: str) -> None:
-    """Damages a file in one of the ways of DAMAGES, removes it, or puts another beside it."""
+    """Damages a file as DAMAGES[kind] does, removes it, or adds another file to its folder."""
     if kind == 'removed':
         path.unlink()
     elif kind == 'stray':
@@ -155,7 +156,7 @@ def damage(path: pathlib.Path, kind: str) -> None:
 
 
 def go_on(folder: pathlib.Path) -> tuple[str, str]:
-    """What a start of the run in FOLDER/run ended with, an error or '', and its warnings."""
+    """Starts or resumes the run in FOLDER/run; returns its error, or '', and its warnings."""
     warned = io.StringIO()
     handler = logging.StreamHandler(warned)
     logging.getLogger().addHandler(handler)
@@ -165,7 +166,7 @@ def go_on(folder: pathlib.Path) -> tuple[str, str]:
         error = ''
     except UserError as refused:
         error = f'refused: {refused}'
-    except Exception as raised:  # which a user would see as a traceback
+    except Exception as raised:  # a user would see a traceback
         error = f'{type(raised).__name__}: {raised}'
     finally:
         logging.getLogger().removeHandler(handler)
@@ -173,16 +174,17 @@ def go_on(folder: pathlib.Path) -> tuple[str, str]:
 
 
 def _kind(path: pathlib.Path) -> str:
-    """Files of one kind have one name, but for those named by a digest or by what they describe."""
+    """Returns the kind of a file: its name, without digests and with the folder of metadata."""
     if path.name == 'metadata':
         return f'{path.parent.name}/metadata'
     return re.sub('[0-9a-f]{16,}', 'data', path.name)
 
 
 def own_files() -> Outcome:
-    """Each kind of damage to each kind of file of a run that was killed at step 38 of 60.
+    """Damages each kind of file of a run that was killed at step 38 of 60, in each way.
 
-    It goes on to the same bits, with a warning where the file has a digest, or is refused in words.
+    The run must resume to the same parameters, with a warning if the file is part of a checkpoint,
+    or be rejected with a UserError.
     """
     folder = pathlib.Path(tempfile.mkdtemp())
     go_on(folder / 'whole')
@@ -203,17 +205,17 @@ def own_files() -> Outcome:
         if error:
             return '' if error.startswith('refused: ') else error
         if name.startswith('checkpoints') and not warned:
-            return 'in silence'
+            return 'no warning'
         return unlike(copy, folder / 'whole', metrics=name != 'metrics.jsonl')
 
     cases = [*itertools.product(kinds.values(), [*DAMAGES, 'removed', 'stray'])]
-    found = [f'{name}, {kind}: {how}' for name, kind in cases if (how := broken(name, kind))]
+    failed = [f'{name}, {kind}: {why}' for name, kind in cases if (why := broken(name, kind))]
     shutil.rmtree(folder)
-    return Outcome(len(cases) - len(found), found)
+    return Outcome(len(cases) - len(failed), failed)
 
 
 def foreign_files(copies: int) -> Outcome:
-    """Damaged copies of each foreign file that is here."""
+    """Loads damaged copies of each published npz file that is on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, '-m', 'tests.checkpoints.damage', folder, str(copies)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
@@ -230,50 +232,50 @@ HOSTS = f'{RUNS}/test_hosts.py'
 
 
 def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
-    """What is tried, by the name of the row; `number` kills of one process, half as many of two."""
+    """Returns the text and the function of each row. `number` is the number of kills in `kills`."""
 
     def row(what: str, *arguments: str) -> tuple[str, Callable[[], Outcome]]:
         return what, functools.partial(tests, *arguments)
 
     return {
-        'kills': ('SIGKILL, one process, any moment', lambda: kills(1, number)),
-        'kills-of-two': ('SIGKILL of both or one of two', lambda: kills(2, number // 2)),
+        'kills': ('SIGKILL of one process at random moments', lambda: kills(1, number)),
+        'kills-of-two': ('SIGKILL of one or both of two processes', lambda: kills(2, number // 2)),
         'own-files': ("damage to a run's own files", own_files),
-        'foreign-files': ('damage to foreign files', lambda: foreign_files(100)),
+        'foreign-files': ('damage to published npz files', lambda: foreign_files(100)),
         'crashes': row(
-            'a crash at each file operation, power', 'tests', '-k=kill_at or test_power'
+            'crash or power failure at a file operation', 'tests', '-k=kill_at or test_power'
         ),
-        'bits': row('flipped bits and lost files of checkpoints', CHECKPOINTS, '-k=flip or damage'),
-        'alone': row('one of two processes is killed', HOSTS, '-k=killed_alone'),
-        'ends': row('SIGTERM and other ends, hangs', RUNS, '-k=sigterm or hangs or test_stopping'),
-        'not-finite': row('NaN, in both or in one of two', RUNS, '-k=finite or poisoned'),
-        'evaluation': row('1 to 359 images, by two processes', HOSTS, '-k=counts_every_image'),
-        'changes': row('other data or values than before', RUNS, '-k=differ or test_data_manifest'),
-        'pickles': row('pickles that would be executed', FORMATS, '-k=pickle'),
+        'bits': row('flipped bits, lost files of checkpoints', CHECKPOINTS, '-k=flip or damage'),
+        'alone': row('SIGKILL of one of two: the other exits', HOSTS, '-k=killed_alone'),
+        'ends': row('SIGTERM and other stops, hangs', RUNS, '-k=sigterm or hangs or test_stopping'),
+        'not-finite': row('NaN in one or both of two processes', RUNS, '-k=finite or poisoned'),
+        'evaluation': row('1 to 359 test images, two processes', HOSTS, '-k=counts_every_image'),
+        'changes': row('changed data or configuration', RUNS, '-k=differ or test_data_manifest'),
+        'pickles': row('pickles that execute code', FORMATS, '-k=pickle'),
         'bombs': row('images that declare too many pixels', READING[1], '-k=more_pixels'),
-        'records': row('damage to stored records', READING[1], '-k=noticed'),
+        'records': row('damage to TFRecord, ArrayRecord files', READING[1], '-k=noticed'),
         'disks': row(
-            'full and read-only disks, no memory', RUNS, '-k=disk or be_written or without_memory'
+            'full or read-only disk, out of memory', RUNS, '-k=disk or be_written or without_memory'
         ),
     }
 
 
 def run(only: list[str], number: int) -> int:
-    """Runs the rows of these names, or all; prints the table. 1 where anything broke, else 0."""
-    known = rows(number)
-    if wrong := set(only) - known.keys():
-        sys.exit(f'--only={",".join(sorted(wrong))}: known are {", ".join(known)}')
+    """Runs the rows in `only`, or all, and prints the table. Returns 1 if a case broke, else 0."""
+    table = rows(number)
+    if wrong := set(only) - table.keys():
+        sys.exit(f'--only={",".join(sorted(wrong))}: unknown; rows: {", ".join(table)}')
     print(f'{"row":<17}{"what":<44}{"held":>6}{"broken":>8}{"skipped":>9}{"s":>7}')
     all_held = True
-    for name in only or known:
-        what, attempt = known[name]
+    for name in only or table:
+        text, attempt = table[name]
         began = time.monotonic()
         try:
             outcome = attempt()
-        except Exception as error:  # what is tried may break anything
+        except Exception as error:  # a fault may break anything
             outcome = Outcome(0, [f'{type(error).__name__}: {str(error)[-300:]}'])
         numbers = f'{outcome.held:>6}{len(outcome.broken):>8}{outcome.skipped:>9}'
-        print(f'{name:<17}{what:<44}{numbers}{time.monotonic() - began:>7.0f}', flush=True)
+        print(f'{name:<17}{text:<44}{numbers}{time.monotonic() - began:>7.0f}', flush=True)
         for line in outcome.broken[:20]:
             print(f'    {line}', flush=True)
         all_held &= not outcome.broken

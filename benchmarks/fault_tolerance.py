@@ -1,8 +1,8 @@
-"""Measures what happens after a fault: python -m benchmarks.fault_tolerance > RESULT (minutes).
+"""Measures the time from a fault to the last exit: python -m benchmarks.fault_tolerance > RESULT.
 
-Two processes over loopback unless a row says otherwise; seconds are from the fault to the last
-exit. With --inject_faults, each promise is tried many times instead (fault_injection.py), and the
-exit code is 1 if one is broken.
+It takes minutes. Two processes train over loopback unless a row states another number. With
+--inject_faults, each guarantee is tested many times instead (fault_injection.py), and the exit code
+is 1 if one is broken.
 """
 
 import argparse
@@ -27,11 +27,13 @@ import numpy as np  # noqa: E402
 
 from benchmarks import fault_injection  # noqa: E402
 from tests.hosts import hosts  # noqa: E402
+from vit_jax.base import plural  # noqa: E402
 from vit_jax.checkpoints.store import Checkpoints  # noqa: E402
 from vit_jax.experiment.reporter import read_events, sum_seconds  # noqa: E402
 
 PHASES = {
-    'train': ('slow:100', 'reported'),  # first: what ends before its first step has no event log
+    # `train` is first: a start that ends before its first step writes no event log.
+    'train': ('slow:100', 'reported'),
     'start': ('slow:0', 'starting'),
     'compile': ('slow_compile:5', 'compiling'),
     'evaluate': ('slow:100', 'evaluating test'),
@@ -40,47 +42,47 @@ PHASES = {
 
 
 def training(folder, faults, count=2, flags=(), **more):  # type: ignore[no-untyped-def]
-    """The processes of a small training."""
+    """Starts the processes of a small training, with faults."""
     command = ['tests.faulty', faults, '--config=tests/tiny_config.py']
     return hosts(folder, [*command, f'--workdir={folder}/run', *flags], count, **more)
 
 
 def say(name: str, value: str) -> None:
-    """One figure."""
+    """Prints one measurement."""
     print(f'{name:<64}{value}', flush=True)
 
 
 def sigterm(count: int) -> None:
-    """In each phase, to the last process, then resuming."""
-    folder = pathlib.Path(tempfile.mkdtemp())
+    """Sends SIGTERM to the last process in each phase, then resumes to the end."""
+    folder, processes = pathlib.Path(tempfile.mkdtemp()), plural(count, 'process')
     began = time.time()
     for phase, (faults, event) in PHASES.items():
         with training(folder, faults, count, ['--config.eval_every_steps=30']) as started:
             started[0].wait_for(event)
-            asked = time.time()
+            sent = time.time()
             started[-1].signal(signal.SIGTERM)
             codes = [host.wait() for host in started]
-            after = time.time() - asked
-        say(f'SIGTERM, {phase}, {count} processes: exit {codes[0]} after', f'{after:.1f} s')
+            after = time.time() - sent
+        say(f'SIGTERM, {phase}, {processes}: exit {codes[0]} after', f'{after:.1f} s')
     with training(folder, 'slow:0', count, ['--config.eval_every_steps=30']) as started:
         resumed = time.time()
         started[0].wait_for('reported', step=45)
-        say(f'{count} processes: start to the first steps', f'{time.time() - resumed:.1f} s')
+        say(f'{processes}: start to the report of step 45', f'{time.time() - resumed:.1f} s')
         for host in started:
             host.wait()
     wall = time.time() - began
     spent = sum_seconds(read_events(folder / 'run/events.jsonl'))
     say(
-        f'ledger of these {len(PHASES) + 1} starts, of the wall time',
+        f'wall time of these {len(PHASES) + 1} starts that the event log explains',
         f'{sum(spent.values()) / wall:.1%}',
     )
-    say('  its parts', ', '.join(f'{name} {seconds:.1f} s' for name, seconds in spent.items()))
+    say('  by activity', ', '.join(f'{name} {seconds:.1f} s' for name, seconds in spent.items()))
 
 
 def fault(
     name: str, faults: str, step: int, flags: tuple[str, ...] = (), stop: bool = False
 ) -> None:
-    """From the report of a step, or from a stopped process, to the end of all."""
+    """Prints the time from the report of a step, or from SIGSTOP, to the last exit."""
     folder = pathlib.Path(tempfile.mkdtemp())
     with training(folder, faults, 2, flags) as started:
         started[0].wait_for('reported', step=step)
@@ -92,7 +94,7 @@ def fault(
 
 
 def save_stall() -> None:
-    """How long the loop waits for an asynchronous save of 1 GiB, the third of three."""
+    """Prints how long the loop waits for an asynchronous save of 1 GiB, in three saves."""
     folder = pathlib.Path(tempfile.mkdtemp())
     checkpoints = Checkpoints(folder, keep=1)
     import jax
@@ -115,21 +117,21 @@ def save_stall() -> None:
 
 
 def measure() -> None:
-    """All figures."""
+    """Prints all measurements."""
     with hosts(pathlib.Path(tempfile.mkdtemp()), ['vit_jax.doctor']) as (host,):
-        host.wait()  # the libraries are loaded now, and what follows begins at once
+        host.wait()  # loads the libraries, so that they do not count below
     save_stall()
     for count in 1, 2:
         sigterm(count)
-    fault('a process raises at step 15: all have ended after', 'slow:100,fail:15:1', 10)
+    fault('a process raises at step 15: all exited after', 'slow:100,fail:15:1', 10)
     fault(
-        'a process hangs, watchdog 5 s: all have ended after',
+        'a process hangs, watchdog 5 s: all exited after',
         'hang:15:1',
         15,
         ('--watchdog_seconds=5',),
     )
     fault(
-        'a process is stopped, heartbeat 5 s: the other ended after',
+        'a process is stopped, heartbeat 5 s: the other exited after',
         'slow:100',
         5,
         ('--heartbeat_seconds=5',),
@@ -140,16 +142,16 @@ def measure() -> None:
     with training(folder, 'other_packages:0:1', 2) as started:
         for host in started:
             host.wait()
-    say('hosts with other packages: refused after', f'{time.time() - began:.1f} s from the start')
+    say('different packages: rejected after', f'{time.time() - began:.1f} s from the start')
 
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        '--inject_faults', action='store_true', help='try each promise many times instead'
+        '--inject_faults', action='store_true', help='test each guarantee many times instead'
     )
     parser.add_argument('--only', type=lambda text: text.split(','), default=[], metavar='ROW,...')
-    parser.add_argument('--kills', type=int, default=20, metavar='N', help='kills of one process')
+    parser.add_argument('--kills', type=int, default=20, metavar='N', help='kills in row `kills`')
     arguments = parser.parse_args()
     versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
     print(f'{os.cpu_count()} CPU cores, {versions}\n')

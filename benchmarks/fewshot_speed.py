@@ -1,10 +1,10 @@
-"""What the linear few-shot evaluation costs: CPU seconds and memory of one (shots, seed).
+"""Measures CPU seconds and memory of a linear few-shot evaluation with one (shots, seed).
 
     python -m benchmarks.fewshot_speed [--big_vision=FOLDER]
 
-10,000 images to draw from, 1,000 classes, 50,000 to test on, 768 features, on one core. FOLDER
-holds that repository: its solver (evaluators/fewshot_lsr.py) does the same. Ours also chooses the
-best of five l2.
+The data has 1,000 classes, 10,000 training images, 50,000 test images and 768 features; one core is
+used. FOLDER is a clone of big_vision, whose solver (evaluators/fewshot_lsr.py) is measured too.
+`ours, best of five l2` also selects the l2 penalty.
 """
 
 import argparse
@@ -28,21 +28,21 @@ from vit_jax.evaluation.probes import Labeled
 CLASSES, WIDTH, POOL, TESTED, L2 = 1000, 768, 10_000, 50_000, 1024.0
 OURS: dict[str, ridge.L2Strengths] = {
     'ours': L2,
-    'ours, of five l2': tuple(L2 * 4**i for i in range(-2, 3)),
+    'ours, best of five l2': tuple(L2 * 4**i for i in range(-2, 3)),
 }
 
 
 def features(count: int, seed: int) -> Labeled:
-    """Features around the mean of each class, which are not far apart; made without a copy."""
+    """Returns features around class means that are close to each other. Makes no copy."""
     means = 0.15 * np.random.default_rng(0).standard_normal((CLASSES, WIDTH), np.float32)
-    found = np.random.default_rng(seed).standard_normal((count, WIDTH), np.float32)
+    values = np.random.default_rng(seed).standard_normal((count, WIDTH), np.float32)
     for start in range(0, count, CLASSES):
-        found[start : start + CLASSES] += means
-    return Labeled(found, np.arange(count) % CLASSES)
+        values[start : start + CLASSES] += means
+    return Labeled(values, np.arange(count) % CLASSES)
 
 
 def theirs(folder: str) -> Callable[[Labeled, Labeled], float]:
-    """big_vision's; what it imports besides, and a solve does not use, are stand-ins."""
+    """Returns big_vision's solver. Stubs replace modules that it imports but does not use."""
     sys.path.insert(0, folder)
     parts = 'datasets', 'datasets.core', 'input_pipeline', 'pp', 'pp.builder', 'utils'
     for name in (f'big_vision.{part}' for part in parts):
@@ -59,42 +59,41 @@ def theirs(folder: str) -> Callable[[Labeled, Labeled], float]:
 
 
 def main() -> None:
-    """Prints a line for each solver and number of shots; each solver has a process of its own."""
+    """Prints a line for each solver and number of shots. Each solver has its own process."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--big_vision')
+    parser.add_argument('--big_vision', metavar='FOLDER', help='clone of big_vision')
     parser.add_argument('--solver', choices=[*OURS, 'big_vision'], help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.solver is None:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # which they inherit
-        for solver in [*OURS, *(['big_vision'] if asked.big_vision else [])]:
+    arguments = parser.parse_args()
+    if arguments.solver is None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # child processes inherit this
+        for solver in [*OURS, *(['big_vision'] if arguments.big_vision else [])]:
             command = [sys.executable, '-m', 'benchmarks.fewshot_speed', *sys.argv[1:]]
             subprocess.run([*command, f'--solver={solver}'], check=True)
         return
     jax.config.update('jax_platforms', 'cpu')
-    if asked.solver in OURS:
-        solve: Any = functools.partial(ridge.accuracy, l2=OURS[asked.solver])
+    if arguments.solver in OURS:
+        solve: Any = functools.partial(ridge.accuracy, l2=OURS[arguments.solver])
     else:
-        solve = theirs(asked.big_vision)
+        solve = theirs(arguments.big_vision)
     pool, test = features(POOL, 1), features(TESTED, 2)
     before = peak()
-    for shots in 10, 5, 1:  # the first takes the most memory
+    for shots in 10, 5, 1:  # 10 shots take the most memory
         train = Labeled(pool.features[: shots * CLASSES], pool.labels[: shots * CLASSES])
-        solve(train, test)  # the first compiles
-        memory = f', {peak() - before:,.0f} MB more' if shots == 10 else ''
+        solve(train, test)  # compiles
+        memory = f', +{peak() - before:,.0f} MB peak memory' if shots == 10 else ''
         best = float('inf')
         for _ in range(3):
             began = time.process_time()
             accuracy = solve(train, test)
             best = min(best, time.process_time() - began)
-        print(
-            f'{asked.solver:<18}{shots:>2} shots{best:6.2f} CPU s, accuracy {accuracy:.4f}{memory}'
-        )
+        result = f'{best:6.2f} CPU s, accuracy {accuracy:.4f}{memory}'
+        print(f'{arguments.solver:<22}{shots:>2} shots{result}')
 
 
 def peak() -> float:
-    """The most memory that this process had, in MB."""
+    """Returns the peak memory of this process in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 

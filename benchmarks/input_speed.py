@@ -1,12 +1,12 @@
-"""How fast images reach the model, and what holds them up: images per second of each part.
+"""Measures images per second of each part of the input pipeline, and finds the bottleneck.
 
-python benchmarks/input_speed.py --photos=FOLDER [--variant=Ti/16] [--batch_size=64] [--seconds=5]
+python -m benchmarks.input_speed --photos=FOLDER [--variant=Ti/16] [--batch_size=64] [--seconds=5]
 
-`per core` divides by the processor time that was spent, so other work on the machine counts little.
-With the extra `tf` installed, tf.data does the same work beside it, from a TFRecord file; with
-`--alone=tf.data`, and `--alone=pipeline`, each in a process of its own, whose threads the other's
-do not disturb. The pipeline is timed in the second epoch, in which files are known to be whole;
-with `--alone=first-epoch` in the first.
+`per core` is images per CPU second, on which other work on the machine has little influence. With
+the extra `tf` installed, tf.data is measured on the same photos in a TFRecord file. Threads of both
+compete; --alone=pipeline and --alone=tf.data measure each in its own process. The pipeline is
+measured in the second epoch, in which files are not checked for damage again; --alone=first-epoch
+measures the first epoch.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from vit_jax.base import plural
 from vit_jax.base.array_types import Batch
 from vit_jax.cli import app
 from vit_jax.config import TrainConfig
@@ -46,14 +47,14 @@ from vit_jax.planning.memory_plan import with_dummy_data
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import make_targets
 
-SIMULATED = 1 / 600  # seconds that an image takes on a core that is simulated
-DATA_SET = 100_000  # images, of which photos are repeated: an order of few takes longer to draw
-TURNS = 3  # of ours and tf.data, one after the other: a machine is not always alike
+SIMULATED = 1 / 600  # seconds per image on a simulated core
+DATA_SET = 100_000  # images, by repeating photos: small orders take longer to draw per image
+TURNS = 3  # alternating measurements of both pipelines, as the speed of a machine varies
 
 
 @dataclasses.dataclass
 class Rate:
-    """Images per second, and per second of processor time."""
+    """Images per second, and images per CPU second."""
 
     wall: float
     core: float
@@ -63,7 +64,7 @@ class Rate:
 
 
 def rate(step: Callable[[], int], seconds: float) -> Rate:
-    """The rate of a step that returns its number of images, after two calls to warm up."""
+    """Measures a function that returns a number of images, after two calls to warm up."""
     step()
     step()
     wall, core, images = time.perf_counter(), time.process_time(), 0
@@ -73,13 +74,13 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
 
 
 def tiny_images(count: int) -> Source:
-    """Images that need no decoding, to time our own Python alone."""
+    """Returns images that need no decoding, to measure the overhead of Python."""
     image = np.zeros((224, 224, 3), np.uint8)
     return labeled_source(range(count), [0] * count, ('a',), read=lambda i: image)
 
 
 def slow_images(count: int, seconds: float) -> Source:
-    """Images that take so long, and none of a core, as if one of another machine decoded them."""
+    """Returns images that take `seconds` to read without using a core, to simulate cores."""
     image = np.zeros((224, 224, 3), np.uint8)
 
     def read(index: int) -> np.ndarray:
@@ -90,7 +91,7 @@ def slow_images(count: int, seconds: float) -> Source:
 
 
 def reading(reader: ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
-    """A step that reads, decodes and crops one batch, in threads."""
+    """Returns a function that reads, decodes and crops one batch in threads."""
     pool = futures.ThreadPoolExecutor(threads)
     rng = np.random.default_rng(0)
 
@@ -103,7 +104,7 @@ def reading(reader: ImageReader, threads: int, batch_size: int) -> Callable[[], 
 
 
 def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -> Iterator[int]:
-    """The same work by tf.data: TFRecord, shuffle, decode and crop, resize, flip, batch."""
+    """Does the same with tf.data: TFRecord, shuffle, decode and crop, resize, flip, batch."""
     import tensorflow as tf
 
     tf.config.set_visible_devices([], 'GPU')
@@ -134,40 +135,41 @@ def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -
 
 
 def timed(name: str, step: Callable[[], int], seconds: float) -> Rate:
-    """The rate of a step, printed."""
-    found = rate(step, seconds)
-    print(f'{name:<36}{found}')
-    return found
+    """Measures a function and prints its rate."""
+    measured = rate(step, seconds)
+    print(f'{name:<36}{measured}')
+    return measured
 
 
 def on_the_host(reader: ImageReader, batch_size: int, seconds: float) -> None:
-    """Reading, decoding and cropping alone."""
-    ceiling = dataclasses.replace(reader, source=tiny_images(250))
-    timed('our Python alone', reading(ceiling, 1, batch_size), seconds / 2)
+    """Measures reading, decoding and cropping."""
+    undecoded = dataclasses.replace(reader, source=tiny_images(250))
+    timed('Python overhead without decoding', reading(undecoded, 1, batch_size), seconds / 2)
     for threads in sorted({1, 2, count_cores()}):
-        name = f'decode and crop, {threads} threads'
+        name = f'decode and crop, {plural(threads, "thread")}'
         timed(name, reading(reader, threads, batch_size), seconds)
 
 
 def on_simulated_cores(reader: ImageReader, seconds: float) -> None:
-    """Reading with more threads than there are cores: how far Python's own work lets it grow."""
+    """Measures how the rate grows with the number of cores until Python limits it."""
     simulated = dataclasses.replace(
         reader, crop=RandomCrop(scale=1.0), source=slow_images(10_000, SIMULATED)
     )
     for count in 4, 8, 16, 32, 64:
-        name = f'{count} cores of {1 / SIMULATED:.0f} images/s, threads'
+        name = f'{count} simulated cores of {1 / SIMULATED:.0f} images/s'
         timed(name, reading(simulated, count, 1024), seconds)
 
 
 def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
-    """Augmentation on the device, at the level medium2."""
+    """Measures augmentation on the device, at the level medium2."""
     refs = [ExampleRef(i) for i in range(batch_size)]
     images = reader.examples(refs, futures.ThreadPoolExecutor(1))
     key, targets = jax.random.key(0), functools.partial(make_targets, num_classes=1000)
-    changed = jax.jit(functools.partial(augment, key, config=augreg('medium2'), targets_of=targets))
+    function = functools.partial(augment, key, config=augreg('medium2'), targets_of=targets)
+    augment_images = jax.jit(function)
 
     def augmented() -> int:
-        jax.block_until_ready(changed(images))
+        jax.block_until_ready(augment_images(images))
         return batch_size
 
     timed('RandAugment and MixUp on the device', augmented, seconds)
@@ -176,7 +178,7 @@ def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
 def batches_of(
     reader: ImageReader, sharding: NamedSharding, batch_size: int, *, epoch: int = 1
 ) -> Iterator[Batch]:
-    """Batches on the devices, from this epoch on; epochs count from 0."""
+    """Yields batches on the devices, starting at an epoch (from 0)."""
     loader = loading.make_loader(reader, loading.LoaderConfig(), sharding)
     steps = range(epoch * (len(reader.source) // batch_size + 1), 10**9)
     return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0)
@@ -185,7 +187,7 @@ def batches_of(
 def make_batches(
     photos: str, size: tuple[int, int], batch_size: int, config: loading.LoaderConfig
 ) -> Iterator[Batch]:
-    """Random crops of the photos of a folder, in batches on the devices, without end."""
+    """Yields batches of random crops of the photos in a folder, on the devices, without end."""
     source = unlabeled_source([photos])
     source = select(source, np.arange(DATA_SET) % len(source))
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
@@ -195,7 +197,7 @@ def make_batches(
 
 
 def one_alone(name: str, reader: ImageReader, photos: str, batch_size: int, seconds: float) -> None:
-    """The pipeline, or tf.data's, in a process that does nothing else."""
+    """Measures our pipeline or tf.data in a process that does nothing else."""
     if name == 'tf.data':
         counts = tf_data(files(photos), reader.size, batch_size)
         timed('tf.data, end to end', lambda: next(counts), seconds)
@@ -212,28 +214,29 @@ def one_alone(name: str, reader: ImageReader, photos: str, batch_size: int, seco
 
 
 def large(photos: str, size: tuple[int, int]) -> None:
-    """CPU time of a crop of 12 megapixels, decoded at full size or at what is needed of it, and how
-    far each is from the mean over the pixels that it is made of.
+    """Measures CPU time and error of crops from photos of 12 megapixels, by way of decoding.
+
+    The error is the mean difference from the crop at full size, resized by averaging areas.
     """
     cv2.setNumThreads(1)
-    rng, stored = np.random.default_rng(0), []
+    rng, jpegs = np.random.default_rng(0), []
     for path in files(photos)[:60:8]:
         pixels = cv2.resize(cv2.imread(str(path)), (4000, 3000), interpolation=cv2.INTER_CUBIC)
         noisy = np.clip(pixels + rng.normal(0, 6, pixels.shape), 0, 255).astype(np.uint8)
-        stored.append(cv2.imencode('.jpg', noisy, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes())
-    drawn = [(each, seed) for seed in range(3) for each in stored]
+        jpegs.append(cv2.imencode('.jpg', noisy, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes())
+    draws = [(jpeg, seed) for seed in range(3) for jpeg in jpegs]
     means = []
-    for each, seed in drawn:
-        image = decode(each, exif_rotation=True)
+    for jpeg, seed in draws:
+        image = decode(jpeg, exif_rotation=True)
         top, left, h, w = InceptionCrop().region(image.shape[:2], np.random.default_rng(seed))
         part = image[top : top + h, left : left + w]
         means.append(cv2.resize(part, size[::-1], interpolation=cv2.INTER_AREA).astype(float))
     crops: dict[str, Callable[[bytes, np.random.Generator], np.ndarray]] = {
-        'decoded whole': lambda x, rng: InceptionCrop()(decode(x, exif_rotation=True), size, rng)
+        'whole photo': lambda x, rng: InceptionCrop()(decode(x, exif_rotation=True), size, rng)
     }
     parts: dict[str, dict[str, Any]] = {
-        'the crop alone': {'crop': InceptionCrop(reduced=False), 'to_end': False},
-        'reduced, in the first epoch': {'crop': InceptionCrop()},
+        'only the crop': {'crop': InceptionCrop(reduced=False), 'to_end': False},
+        'reduced, first epoch': {'crop': InceptionCrop()},
         'reduced': {'crop': InceptionCrop(), 'to_end': False},
     }
     for name, options in parts.items():
@@ -241,23 +244,25 @@ def large(photos: str, size: tuple[int, int]) -> None:
             lambda x, rng, crop, **o: decode_and_crop(x, crop, size, rng, exif_rotation=True, **o),
             **options,
         )
-    for name, cut in crops.items():
+    for name, crop_image in crops.items():
         began = time.process_time()
-        cuts = [cut(x, np.random.default_rng(seed)) for x, seed in drawn]
-        taken = 1e3 * (time.process_time() - began) / len(drawn)
-        off = np.mean([abs(one - mean).mean() for one, mean in zip(cuts, means, strict=True)])
-        print(f'12 megapixels, {name:<28}{taken:5.1f} ms, {off:.2f} of 255 off the mean')
+        cropped = [crop_image(x, np.random.default_rng(seed)) for x, seed in draws]
+        milliseconds = 1e3 * (time.process_time() - began) / len(draws)
+        error = np.mean([abs(x - mean).mean() for x, mean in zip(cropped, means, strict=True)])
+        print(
+            f'12 megapixels, decode {name:<21}{milliseconds:5.1f} ms, mean error {error:.2f} of 255'
+        )
 
 
 def files(folder: str) -> list[pathlib.Path]:
-    """All files below a folder."""
+    """Lists all files in a folder and its subfolders."""
     return sorted(path for path in pathlib.Path(folder).rglob('*') if path.is_file())
 
 
 def with_a_network(
     reader: ImageReader, name: str, batch_size: int, seconds: float
 ) -> Callable[[], int]:
-    """Times the pipeline to the device, a training step, and both; returns the pipeline's step."""
+    """Measures pipeline, training step, and both together; returns the function of the pipeline."""
     model = variant(name, num_classes=1000)
     config = TrainConfig(
         data='photos',
@@ -277,10 +282,11 @@ def with_a_network(
         jax.block_until_ready(next(batches))
         return batch_size
 
-    piped = timed('pipeline to the device', to_device, seconds)
+    pipeline = timed('pipeline to the device', to_device, seconds)
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    one = batch_size * math.prod(reader.size) * 3 / 2**20
-    print(f'  memory {peak:,.0f} MiB more at its peak; a batch is {one:.0f} MiB, up to 5 are held')
+    batch_mebibytes = batch_size * math.prod(reader.size) * 3 / 2**20
+    text = f'a batch has {batch_mebibytes:.0f} MiB, at most 5 are in memory'
+    print(f'  the pipeline adds {peak:,.0f} MiB of peak memory; {text}')
     shardings = training_run.get_shardings(abstract)
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
     state, batch = init(), next(batches)
@@ -291,22 +297,22 @@ def with_a_network(
         jax.block_until_ready(metrics)
         return batch_size
 
-    alone = timed(f'step of {name} alone', lambda: update(batch), seconds)
+    step_alone = timed(f'step of {name} alone', lambda: update(batch), seconds)
     timed('both together', lambda: update(next(batches)), seconds)
-    slower = 'the input' if piped.wall < alone.wall else 'the step'
-    print(f'the bottleneck is {slower}: {min(piped.wall, alone.wall):,.0f} images/s alone')
+    slower = 'the input' if pipeline.wall < step_alone.wall else 'the step'
+    print(f'the bottleneck is {slower}: {min(pipeline.wall, step_alone.wall):,.0f} images/s alone')
     return to_device
 
 
 def beside_tf_data(to_device: Callable[[], int], counts: Iterator[int], seconds: float) -> None:
-    """Ours and tf.data's, in turns."""
+    """Measures our pipeline and tf.data in turns."""
     ratios = []
     for _ in range(TURNS):
         ours = timed('pipeline to the device', to_device, seconds)
-        reference = timed('tf.data, end to end', lambda: next(counts), seconds)
-        ratios.append(ours.core / reference.core)
+        tf_data_rate = timed('tf.data, end to end', lambda: next(counts), seconds)
+        ratios.append(ours.core / tf_data_rate.core)
     turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))
-    print(f'per core, ours to tf.data, in {TURNS} turns: {turns}')
+    print(f'images/s per core, vit_jax / tf.data, in {TURNS} turns: {turns}')
 
 
 def main() -> None:

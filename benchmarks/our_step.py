@@ -1,4 +1,4 @@
-"""The train step of `vit_jax.train` for a configuration, on random images."""
+"""Builds the train step of `vit_jax.train` for a configuration, with random images."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from vit_jax.training.optimizer import OptimizerConfig
 
 
 class Step(NamedTuple):
-    """A train step that is traced and not compiled yet."""
+    """A train step that is traced but not compiled."""
 
     experiment: Experiment
     lowered: Any
@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
 
 def make_config(model: ModelConfig, batch_size: int, **changes: Any) -> TrainConfig:
-    """A pre-training with AdamW; nothing is set that decides how it is computed."""
+    """Returns a pre-training with AdamW and the default options of `compute`."""
     return TrainConfig(
         data='photos',
         model=model,
@@ -39,7 +39,7 @@ def make_config(model: ModelConfig, batch_size: int, **changes: Any) -> TrainCon
 def trace_step(
     config: TrainConfig, *, num_classes: int, devices: Sequence[jax.Device] | None = None
 ) -> Step:
-    """Traces the step of a configuration, whose data are not read.
+    """Traces the step of a configuration. Reads no data.
 
     Args:
       config: The experiment.
@@ -70,7 +70,7 @@ def trace_step(
         }
         shardings = training_run.get_shardings(state)
         init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
-        made = jax.block_until_ready(init())
-        return made, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
+        initial = jax.block_until_ready(init())
+        return initial, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
 
     return Step(experiment, lowered, make_inputs)

@@ -1,7 +1,8 @@
-"""The same train step by different programs; `benchmarks.peers` runs each in processes of its own.
+"""Runs the same train step in different programs; `benchmarks.peers` starts each in a process.
 
-A program is given the sizes of a network, a batch and a precision, and makes steps on random images
-that lie on the device: forward, backward, clipped gradients, optimizer. It prints a line of JSON.
+A program gets the sizes of a model, a batch size and a precision, and runs train steps on random
+images on the device: forward pass, backward pass, gradient clipping, optimizer. It prints a line of
+JSON.
 """
 
 import functools
@@ -16,22 +17,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 CLASSES, PIXELS, RATE = 1000, 224, 1e-3
-OURS: dict[str, dict[str, Any]] = {  # what `compute` says
+OURS: dict[str, dict[str, Any]] = {  # values of `config.compute`
     'ours': {},
-    'ours, as in Flax': {'layout': 'batched', 'attention': 'xla'},
-    'ours, nothing recomputed': {'remat': 'none'},
-    'ours, last block whole': {'last_block': 'whole'},
+    'ours, computed as in Flax': {'layout': 'batched', 'attention': 'xla'},
+    'ours, remat=none': {'remat': 'none'},
+    'ours, last_block=whole': {'last_block': 'whole'},
 }
 SCAN = 'big_vision, scan'
 
 
 def python_path(folder: str | os.PathLike[str]) -> str:
-    """PYTHONPATH with a folder in front; packages may lie in the folders that it has already."""
+    """Returns PYTHONPATH with `folder` in front, and with its current folders."""
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get('PYTHONPATH')])])
 
 
 class Work(NamedTuple):
-    """What every program does."""
+    """The workload that all programs run."""
 
     width: int
     depth: int
@@ -48,13 +49,13 @@ class Work(NamedTuple):
     def of(
         cls, model: Any, *, batch: int, precision: str, optimizer: str, steps: int = 1
     ) -> 'Work':
-        """That of a ViTConfig, whose class the interpreter of a peer may not have."""
+        """Returns the workload of a ViTConfig. A peer's interpreter may not have that class."""
         sizes = model.width, model.depth, model.mlp_dim, model.num_heads, model.patch_size[0]
         return cls(*sizes, model.pool, batch, precision, optimizer, steps)
 
 
 def ours(work: Work, compute: dict[str, Any]) -> Any:
-    """The program of `vit_jax.train`: its update, traced, and what makes its state and a batch."""
+    """Returns the traced update of `vit_jax.train`, and a function that makes state and batch."""
     from benchmarks.our_step import trace_step
     from vit_jax.config import TrainConfig
     from vit_jax.models import Compute, ViTConfig
@@ -77,7 +78,7 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
         optimizer=OptimizerConfig(
             kind=kind, clip_norm=1.0, weight_decay=0.1 if kind == 'adamw' else 0.0
         ),
-        schedule=ScheduleConfig(kind='constant'),  # as the others have it here
+        schedule=ScheduleConfig(kind='constant'),  # as in the other programs
         compute=Compute(dtype=work.precision, **compute),  # type: ignore[arg-type]
     )
     step = trace_step(config, num_classes=CLASSES)
@@ -87,7 +88,10 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
 def by_optax(
     apply: Callable[..., Any], init: Callable[..., Any], work: Work, *, with_norms: bool
 ) -> Any:
-    """What the programs of both JAX peers do in a step; big_vision's measures norms as well."""
+    """Returns the traced step of a JAX peer, and a function that makes state and batch.
+
+    `with_norms` also computes norms, as big_vision does.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -102,30 +106,30 @@ def by_optax(
 
     def update(state: Any, data: Any) -> Any:
         params, moments, key = state
-        key, now = jax.random.split(key)
-        value, gradient = jax.value_and_grad(loss)(params, *data, now)
+        key, step_key = jax.random.split(key)
+        value, gradient = jax.value_and_grad(loss)(params, *data, step_key)
         changes, moments = optimizer.update(gradient, moments, params)
         params = optax.apply_updates(params, changes)
-        measured = (gradient, params, changes) if with_norms else ()
-        return (params, moments, key), (value, *map(optax.tree.norm, measured))
+        measured_trees = (gradient, params, changes) if with_norms else ()
+        return (params, moments, key), (value, *map(optax.tree.norm, measured_trees))
 
-    def start() -> Any:
+    def initialize() -> Any:
         params = init(jax.random.key(0), jnp.zeros((1, PIXELS, PIXELS, 3)))['params']
         return params, optimizer.init(params), jax.random.key(1)
 
-    def first() -> tuple[Any, Any]:
+    def make_inputs() -> tuple[Any, Any]:
         rng = np.random.default_rng(0)
         images = rng.standard_normal((work.batch, PIXELS, PIXELS, 3), np.float32)
         targets = np.eye(CLASSES, dtype=np.float32)[rng.integers(0, CLASSES, work.batch)]
-        return jax.jit(start)(), jax.device_put((images, targets))
+        return jax.jit(initialize)(), jax.device_put((images, targets))
 
     data = (work.batch, PIXELS, PIXELS, 3), (work.batch, CLASSES)
     shapes = tuple(jax.ShapeDtypeStruct(shape, np.float32) for shape in data)
-    return jax.jit(update, donate_argnums=0).lower(jax.eval_shape(start), shapes), first
+    return jax.jit(update, donate_argnums=0).lower(jax.eval_shape(initialize), shapes), make_inputs
 
 
 def vision_transformer(path: str, work: Work) -> Any:
-    """Its network as its own programs build it."""
+    """Returns the step of vision_transformer, with the model as its programs build it."""
     sys.path.insert(0, path)
     models_vit: Any = importlib.import_module('vit_jax.models_vit')
     model = models_vit.VisionTransformer(
@@ -150,11 +154,12 @@ def vision_transformer(path: str, work: Work) -> Any:
 
 
 def big_vision(path: str, work: Work, *, scan: bool) -> Any:
-    """Its network; modules of TensorFlow that its utilities import, and a step does not use, are
-    stand-ins.
+    """Returns the step of big_vision.
+
+    The modules of TensorFlow that it imports, but a step does not use, are replaced by stubs.
     """
     sys.path.insert(0, path)
-    importlib.import_module('flax.training.checkpoints')  # looks whether TensorFlow is there
+    importlib.import_module('flax.training.checkpoints')  # checks whether TensorFlow is installed
     for name in ('tensorflow', 'tensorflow.io', 'tensorflow.io.gfile'):
         sys.modules[name] = types.ModuleType(name)
     sys.modules['tensorflow'].io = sys.modules['tensorflow.io']  # type: ignore[attr-defined]
@@ -180,30 +185,30 @@ def big_vision(path: str, work: Work, *, scan: bool) -> Any:
 
 
 def run_in_jax(name: str, path: str, work: Work) -> dict[str, Any]:
-    """Compiles one of the programs above, and makes the steps."""
+    """Compiles one of the programs above, and runs the steps."""
     began = time.process_time()
     if name in OURS:
-        lowered, first = ours(work, OURS[name])
+        lowered, make_inputs = ours(work, OURS[name])
     elif name == 'vision_transformer':
-        lowered, first = vision_transformer(path, work)
+        lowered, make_inputs = vision_transformer(path, work)
     else:
-        lowered, first = big_vision(path, work, scan=name == SCAN)
+        lowered, make_inputs = big_vision(path, work, scan=name == SCAN)
     traced = time.process_time()
     step = lowered.compile()
     compiled = time.process_time()
     import jax
 
-    state, data = first()
+    state, data = make_inputs()
     carry = [state]
 
-    def make(steps: int) -> None:
+    def run_steps(steps: int) -> None:
         for _ in range(steps):
             carry[0], _ = step(carry[0], data)
         jax.block_until_ready(carry[0])
 
-    del state  # its memory is the first step's
+    del state  # the first step reuses its memory
     device = jax.devices()[0]
-    seconds = timed(make, work.steps, on_cpu=device.platform == 'cpu')
+    seconds = timed(run_steps, work.steps, on_cpu=device.platform == 'cpu')
     stats = device.memory_stats() or {}
     return {
         'seconds': seconds,
@@ -217,14 +222,14 @@ def run_in_jax(name: str, path: str, work: Work) -> dict[str, Any]:
 
 
 def run_timm(work: Work) -> dict[str, Any]:
-    """timm's network, compiled by torch."""
+    """Runs the steps with timm's model, compiled by torch."""
     timm, torch = _imported('timm'), _imported('torch')
-    networks = _imported('timm.models.vision_transformer')
+    models = _imported('timm.models.vision_transformer')
     has_gpu = torch.cuda.is_available()
     device = torch.device('cuda' if has_gpu else 'cpu')
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.set_float32_matmul_precision('high')  # TF32, which jax takes too
-    model = networks.VisionTransformer(
+    torch.set_float32_matmul_precision('high')  # TF32, as jax uses by default
+    model = models.VisionTransformer(
         img_size=PIXELS,
         patch_size=work.patch,
         num_classes=CLASSES,
@@ -242,13 +247,13 @@ def run_timm(work: Work) -> dict[str, Any]:
     optimizer = kinds[work.optimizer](model.parameters())
     images = torch.randn(work.batch, 3, PIXELS, PIXELS, device=device)
     labels = torch.randint(0, CLASSES, (work.batch,), device=device)
-    network = torch.compile(model)
-    lower = torch.autocast(device.type, torch.bfloat16, enabled=work.precision == 'bfloat16')
+    compiled_model = torch.compile(model)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=work.precision == 'bfloat16')
 
-    def make(steps: int) -> None:
+    def run_steps(steps: int) -> None:
         for _ in range(steps):
-            with lower:
-                logits = network(images)
+            with autocast:
+                logits = compiled_model(images)
             loss = torch.nn.functional.cross_entropy(logits.float(), labels)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -258,12 +263,12 @@ def run_timm(work: Work) -> dict[str, Any]:
             torch.cuda.synchronize()
 
     began = time.process_time()
-    make(1)
+    run_steps(1)
     compiled = time.process_time()
     return {
-        'seconds': timed(make, work.steps, on_cpu=not has_gpu),
+        'seconds': timed(run_steps, work.steps, on_cpu=not has_gpu),
         'trace_seconds': 0.0,
-        'compile_seconds': compiled - began,  # and the first step
+        'compile_seconds': compiled - began,  # includes the first step
         'temporary_bytes': None,
         'peak_bytes': torch.cuda.max_memory_allocated() if has_gpu else resident(),
         'device': torch.cuda.get_device_name() if has_gpu else 'cpu',
@@ -272,7 +277,7 @@ def run_timm(work: Work) -> dict[str, Any]:
 
 
 def run_matmul(work: Work) -> dict[str, Any]:
-    """Products of large square matrices, which no train step outruns: operations a second."""
+    """Measures operations per second of large matrix products, an upper bound for train steps."""
     import jax
     import jax.numpy as jnp
 
@@ -286,13 +291,13 @@ def run_matmul(work: Work) -> dict[str, Any]:
     def chain(left: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, count, lambda _, x: (x @ matrix) / side**0.5, left)
 
-    def make(steps: int) -> None:
+    def run_steps(steps: int) -> None:
         x = matrix
         for _ in range(steps):
             x = chain(x)
         jax.block_until_ready(x)
 
-    seconds = timed(make, work.steps, on_cpu=on_cpu)
+    seconds = timed(run_steps, work.steps, on_cpu=on_cpu)
     return {'platform': platform, 'operations_per_second': 2 * side**3 * count / seconds}
 
 
@@ -301,25 +306,25 @@ def _imported(name: str) -> Any:
 
 
 def timed(make: Callable[[int], None], steps: int, *, on_cpu: bool) -> float:
-    """Seconds of a step; on a CPU processor time, which other work on it changes little."""
+    """Returns seconds per step. On a CPU these are CPU seconds, which other work affects little."""
     clock = time.process_time if on_cpu else time.perf_counter
-    make(1 if on_cpu else 3)  # the first is slower: memory is found, kernels are loaded
+    make(1 if on_cpu else 3)  # the first steps allocate memory and load kernels
     began = clock()
     make(steps)
     return (clock() - began) / steps
 
 
 def resident() -> int:
-    """The most memory that this process had, in bytes."""
+    """Returns the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == '__main__':
-    program, folder, asked = sys.argv[1], sys.argv[2], Work(**json.loads(sys.argv[3]))
+    program, folder, work = sys.argv[1], sys.argv[2], Work(**json.loads(sys.argv[3]))
     if program == 'timm':
-        result = run_timm(asked)
+        result = run_timm(work)
     elif program == 'matmul':
-        result = run_matmul(asked)
+        result = run_matmul(work)
     else:
-        result = run_in_jax(program, folder, asked)
+        result = run_in_jax(program, folder, work)
     print(json.dumps(result))

@@ -1,14 +1,14 @@
-r"""Train steps of one network by us and by others, in one run: how fast each is beside the others.
+r"""Compares the speed of train steps of one model in vit_jax and in other libraries.
 
     python -m benchmarks.peers --vision_transformer=FOLDER --big_vision=FOLDER --timm=PYTHON \
         --model=S/16 --batch=8 --out=FILE.jsonl
 
-Nothing is fetched: FOLDER holds the repository of that name, PYTHON is an interpreter that has
-torch and timm. What is not given is left out. The programs take turns, each turn in a new process,
-so that each has the whole memory of the device (one: CUDA_VISIBLE_DEVICES chooses); of each the
-fastest round counts. On a CPU, of which they get one core, time is processor time. What is
-compiled is kept for the next rounds: the first says what that takes. The share of the peak counts
-6 operations for each multiply-add of the forward pass.
+FOLDER is a clone of the repository of that name, and PYTHON an interpreter that has torch and timm.
+Nothing is downloaded, and libraries without a flag are left out. The programs run in turns, each
+time in a new process with all memory of one device (CUDA_VISIBLE_DEVICES selects it). The fastest
+round of each program counts. On a CPU the programs use one core, and time is CPU time. Compiled
+programs are cached, so compile time is from the first round. The shares of peak and matmul
+FLOP/s count 6 operations per multiply-add of the forward pass.
 """
 
 import argparse
@@ -33,12 +33,13 @@ _PROGRAM = pathlib.Path(__file__).with_name('peer_programs.py')
 
 
 def turn(name: str, where: str, work: Work, cache: str) -> dict[str, Any]:
-    """One round of one program, in a process of its own; `error` where it fails, such as for want
-    of memory.
+    """Runs one round of a program in its own process.
+
+    Returns its result, or `error` if it fails, for example because it runs out of memory.
     """
     python, folder = (where, '') if name == 'timm' else (sys.executable, where)
     command = [python, '-P', str(_PROGRAM), name, folder, json.dumps(work._asdict())]
-    told = {
+    variables = {
         'JAX_COMPILATION_CACHE_DIR': f'{cache}/jax',
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
         'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '0',
@@ -46,25 +47,29 @@ def turn(name: str, where: str, work: Work, cache: str) -> dict[str, Any]:
         'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.92',
     }
     if name in OURS:
-        told['PYTHONPATH'] = python_path(_PROGRAM.parents[1])
+        variables['PYTHONPATH'] = python_path(_PROGRAM.parents[1])
     try:
-        done = subprocess.run(command, env=os.environ | told, text=True, capture_output=True)
-    except OSError as error:  # the interpreter
+        finished = subprocess.run(
+            command, env=os.environ | variables, text=True, capture_output=True
+        )
+    except OSError as error:  # no such interpreter
         return {'error': str(error)}
-    if done.returncode:
-        return {'error': (done.stderr.strip().splitlines() or [f'exit {done.returncode}'])[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if finished.returncode:
+        return {
+            'error': (finished.stderr.strip().splitlines() or [f'exit {finished.returncode}'])[-1]
+        }
+    result: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
     return result
 
 
 def compare(
     programs: dict[str, str], work: Work, rounds: int, *, platform: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The result of each program: the first round's, with the seconds of the fastest."""
+    """Returns the first result of each program, with the seconds of its fastest round."""
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
         platform = platform or turn('matmul', '', work._replace(steps=1), cache).get('platform')
-        if platform == 'cpu':  # all others inherit what is set here
+        if platform == 'cpu':  # later processes inherit these settings
             os.environ['JAX_PLATFORMS'] = 'cpu'  # else libtpu, where installed, takes 100 MB
             if hasattr(os, 'sched_setaffinity'):
                 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -83,42 +88,43 @@ def compare(
 
 
 def operations(name: str, config: ViTConfig, platform: str) -> int:
-    """Those of an image in a train step of the program, in products and convolutions."""
+    """Returns the operations per image in matrix products and convolutions of a train step."""
     if name not in OURS:
         return 6 * count_multiply_adds(config)
     compute = resolve_compute(Compute(**OURS[name]), config, platform=platform)
-    assert compute.last_block != 'auto'  # `choose` chose
+    assert compute.last_block != 'auto'  # resolve_compute replaced it
     return 6 * count_multiply_adds(config, last_block=compute.last_block)
 
 
 def table(results: dict[str, dict[str, Any]], work: Work, config: ViTConfig) -> list[str]:
-    """The lines to print."""
-    product = results.get('matmul', {})
-    measured, platform = product.get('operations_per_second'), product.get('platform', 'cpu')
-    done = {name: one for name, one in results.items() if 'seconds' in one}
-    base = next(iter(done.values()), {}).get('seconds')
+    """Formats a line for each result."""
+    matmul = results.get('matmul', {})
+    matmul_rate, platform = matmul.get('operations_per_second'), matmul.get('platform', 'cpu')
+    finished = {name: result for name, result in results.items() if 'seconds' in result}
+    base_seconds = next(iter(finished.values()), {}).get('seconds')
     lines = []
-    for name, one in results.items():
-        if 'error' in one:
-            lines.append(f'{name:<26}{one["error"]}')
-        elif name in done:
-            speed = work.batch / one['seconds']
+    for name, result in results.items():
+        if 'error' in result:
+            lines.append(f'{name:<26}{result["error"]}')
+        elif name in finished:
+            speed = work.batch / result['seconds']
             rate = speed * operations(name, config, platform)
-            share, peak = [], _PEAKS.get(one['device'])
+            shares, peak = [], _PEAKS.get(result['device'])
             if peak is not None:
-                share.append(f'{rate / peak:5.1%} of the peak')
-            if measured is not None:
-                share.append(f'{rate / measured:5.1%} of a product')
-            temporary = one['temporary_bytes']
-            kept = '?' if temporary is None else f'{temporary / 1e6:,.0f}'
+                shares.append(f'{rate / peak:5.1%} of peak FLOP/s')
+            if matmul_rate is not None:
+                shares.append(f'{rate / matmul_rate:5.1%} of matmul FLOP/s')
+            temporary = result['temporary_bytes']
+            temporary_text = '?' if temporary is None else f'{temporary / 1e6:,.0f}'
             lines.append(
-                f'{name:<26}{base / one["seconds"]:5.2f} {speed:9,.1f} images/s  '
-                f'{"  ".join(share)}  {kept:>7} MB of temporaries  '
-                f'{one["peak_bytes"] / 1e6:8,.0f} MB at most  '
-                f'compiled in {one["trace_seconds"]:.1f} + {one["compile_seconds"]:.1f} CPU s'
+                f'{name:<26}{base_seconds / result["seconds"]:5.2f} {speed:9,.1f} images/s  '
+                f'{"  ".join(shares)}  {temporary_text:>7} MB of temporaries  '
+                f'{result["peak_bytes"] / 1e6:8,.0f} MB peak memory  '
+                f'traced in {result["trace_seconds"]:.1f} CPU s, '
+                f'compiled in {result["compile_seconds"]:.1f} CPU s'
             )
-    if measured is not None:
-        lines.append(f'{"a product of matrices":<26}{measured / 1e12:.3f} TFLOP/s')
+    if matmul_rate is not None:
+        lines.append(f'{"large matrix product":<26}{matmul_rate / 1e12:.3f} TFLOP/s')
     return lines
 
 
@@ -127,45 +133,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--vision_transformer', metavar='FOLDER')
-    parser.add_argument('--big_vision', metavar='FOLDER')
-    parser.add_argument('--timm', metavar='PYTHON')
+    parser.add_argument('--vision_transformer', metavar='FOLDER', help='clone of the repository')
+    parser.add_argument('--big_vision', metavar='FOLDER', help='clone of the repository')
+    parser.add_argument('--timm', metavar='PYTHON', help='interpreter that has torch and timm')
     parser.add_argument('--model', default='S/16', help='SIZE/PATCH, as in the papers')
     parser.add_argument('--pool', choices=['cls', 'gap'], default='cls')
     parser.add_argument('--batch', type=app.positive_int, default=8)
     parser.add_argument('--precision', choices=['float32', 'bfloat16'], default='float32')
     parser.add_argument('--optimizer', choices=['sgd', 'adamw'], default='sgd')
-    parser.add_argument('--steps', type=app.positive_int, default=1, help='in a round')
+    parser.add_argument('--steps', type=app.positive_int, default=1, help='steps per round')
     parser.add_argument('--rounds', type=app.positive_int, default=3)
-    parser.add_argument('--only', nargs='*', metavar='NAME', help='of: ' + '; '.join(OURS))
+    parser.add_argument('--only', nargs='*', metavar='NAME', help=f'among: {"; ".join(OURS)}')
     parser.add_argument('--out', metavar='FILE.jsonl')
-    asked = parser.parse_args()
-    jax.config.update('jax_platforms', 'cpu')  # of this process, which only counts
-    config = variant(asked.model, pool=asked.pool, num_classes=1000)
-    assert isinstance(config, ViTConfig), 'the peers have no such network'
-    given = {name: getattr(asked, name) for name in ('batch', 'precision', 'optimizer', 'steps')}
-    work = Work.of(config, **given)
-    peers = {'vision_transformer': asked.vision_transformer, 'big_vision': asked.big_vision}
-    peers |= {SCAN: asked.big_vision, 'timm': asked.timm}
-    if asked.precision == 'bfloat16' and peers.pop('vision_transformer'):
-        print('vision_transformer is left out: its network computes in float32 only')
+    arguments = parser.parse_args()
+    jax.config.update('jax_platforms', 'cpu')  # this process only counts operations
+    config = variant(arguments.model, pool=arguments.pool, num_classes=1000)
+    assert isinstance(config, ViTConfig), 'the peers have no such model'
+    names = 'batch', 'precision', 'optimizer', 'steps'
+    work = Work.of(config, **{name: getattr(arguments, name) for name in names})
+    peers = {'vision_transformer': arguments.vision_transformer, 'big_vision': arguments.big_vision}
+    peers |= {SCAN: arguments.big_vision, 'timm': arguments.timm}
+    if arguments.precision == 'bfloat16' and peers.pop('vision_transformer'):
+        print('vision_transformer is left out: its model supports float32 only')
     programs = {'matmul': ''} | {name: where for name, where in peers.items() if where}
-    programs |= dict.fromkeys(asked.only or OURS, '')
-    results = compare(programs, work, asked.rounds)
+    programs |= dict.fromkeys(arguments.only or OURS, '')
+    results = compare(programs, work, arguments.rounds)
     lines = table(results, work, config)
     versions: dict[str, str] = {}
     for one in results.values():
         versions |= one.get('versions', {})
     devices = {one['device'] for one in results.values() if 'device' in one}
     print(
-        f'{asked.model} {asked.pool}, batch {asked.batch}, {asked.precision}, {asked.optimizer}; '
-        f'{", ".join(sorted(devices))}; {", ".join(f"{k} {v}" for k, v in versions.items())}'
+        f'{arguments.model} {arguments.pool}, batch {arguments.batch}, {arguments.precision}, '
+        f'{arguments.optimizer}; {", ".join(sorted(devices))}; '
+        f'{", ".join(f"{k} {v}" for k, v in versions.items())}; first column: relative speed'
     )
     print('\n'.join(lines))
-    if asked.out:
-        said = {'model': asked.model} | work._asdict() | {'rounds': asked.rounds}
-        with open(asked.out, 'a') as file:
-            file.write(json.dumps(said | {'results': results}) + '\n')
+    if arguments.out:
+        values = {'model': arguments.model} | work._asdict() | {'rounds': arguments.rounds}
+        with open(arguments.out, 'a') as file:
+            file.write(json.dumps(values | {'results': results}) + '\n')
 
 
 if __name__ == '__main__':

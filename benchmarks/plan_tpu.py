@@ -1,7 +1,7 @@
-"""What fits on sixteen chips of each kind: python -m benchmarks.plan_tpu > RESULT.
+"""Finds what fits on sixteen TPU chips of each kind: python -m benchmarks.plan_tpu > RESULT.
 
-Each part of the output is what `vit_jax.plan` says to the command above it. It needs the TPU
-compiler (`pip install -e '.[tpu]'`), no TPU, and some minutes of one core for each part.
+Prints commands of `vit_jax.plan` and their output. It needs the TPU compiler (`pip install -e
+'.[tpu]'`) but no TPU, and takes some minutes on one core for each command.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""The text of a compiled program (HLO) as computations of instructions."""
+"""Parses the text of a compiled program (HLO) into computations of instructions."""
 
 import collections
 import math
@@ -12,7 +12,7 @@ _INSTRUCTION = re.compile(r'\s*(?:ROOT )?%?([\w.-]+) = (.+?) ([a-z][\w-]*)\((.*)
 
 
 class Instruction(NamedTuple):
-    """A line of a program: what it makes, of what type, by which operation, from what."""
+    """An instruction: its result with type, its operation and its operands."""
 
     name: str
     type: str
@@ -21,55 +21,55 @@ class Instruction(NamedTuple):
     rest: str  # attributes, and the names of computations that it calls
 
     def called(self, label: str) -> str:
-        """The name of the computation that it calls by this attribute; '' where there is none."""
+        """Returns the computation in this attribute, such as `body`; '' if there is none."""
         match = re.search(rf'{label}=%?([\w.-]+)', self.rest)
         return match[1] if match else ''
 
     @property
     def branches(self) -> list[str]:
-        """The names of the computations of which a conditional runs one."""
+        """The names of the computations that a conditional chooses from."""
         listed = re.search(r'branch_computations=\{(.*?)\}', self.rest)
         pair = re.findall(r'(?:true|false)_computation=%?([\w.-]+)', self.rest)
         return re.findall(r'[\w.-]+', listed[1]) if listed else pair
 
 
 def size(types: str) -> int:
-    """Bytes of all arrays in a type."""
+    """Returns the bytes of all arrays in a type."""
     return sum(sizes(types))
 
 
 def sizes(types: str) -> list[int]:
-    """Bytes of each array in a type."""
-    found = re.findall(r'(\w+)\[([\d,]*)\]', types)
-    return [_BYTES.get(t, 0) * math.prod(map(int, filter(None, s.split(',')))) for t, s in found]
+    """Returns the bytes of each array in a type."""
+    arrays = re.findall(r'(\w+)\[([\d,]*)\]', types)
+    return [_BYTES.get(t, 0) * math.prod(map(int, filter(None, s.split(',')))) for t, s in arrays]
 
 
 def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The computations of a program by name, and the name of the one that is run."""
-    found: dict[str, list[Instruction]] = collections.defaultdict(list)
-    entry = inside = ''
+    """Returns the computations of a program by name, and the name of the entry computation."""
+    bodies: dict[str, list[Instruction]] = collections.defaultdict(list)
+    entry = current = ''
     for line in text.splitlines():
         if header := _HEADER.fullmatch(line):
-            inside = header[2]
-            entry = inside if header[1] else entry
-        elif line == '}':  # a kernel's configuration has lines that begin so
-            inside = ''
-        elif inside and (match := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line))):
+            current = header[2]
+            entry = current if header[1] else entry
+        elif line == '}':  # lines of a kernel's configuration have more text
+            current = ''
+        elif current and (match := _INSTRUCTION.match(re.sub(r'/\*.*?\*/', '', line))):
             name, kind, operation, rest = match.groups()
             operands = re.findall(r'%([\w.-]+)', rest.partition('), ')[0])
-            found[inside].append(Instruction(name, kind, operation, operands, rest))
-    return found, entry
+            bodies[current].append(Instruction(name, kind, operation, operands, rest))
+    return bodies, entry
 
 
 def trips(
     loop: Instruction, before: dict[str, Instruction], found: dict[str, list[Instruction]]
 ) -> int:
-    """How often a loop runs its body: it counts from a constant, by a constant, up to a constant.
+    """Returns the number of iterations of a loop that counts from, by and up to constants.
 
-    1 where it is of another form, and where the program does not say it.
+    Returns 1 for other loops without a known trip count.
     """
-    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
-        return int(known[1])
+    if trip_count := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+        return int(trip_count[1])
     condition, body = found[loop.called('condition')], found[loop.called('body')]
     try:
         inside, test = {one.name: one for one in condition}, condition[-1]
@@ -81,13 +81,13 @@ def trips(
         steps = results[body[-1].operands[int(position[1])]].operands
         step = next((n for name in steps if (n := _constant(name, results)) is not None), 1)
         first = before[before[loop.operands[0]].operands[int(position[1])]]
-    except (LookupError, ValueError):  # of another form
+    except (LookupError, ValueError):  # not such a loop
         return 1
     return 1 if end is None else -(-(end - (_constant(first.name, before) or 0)) // step)
 
 
 def _constant(name: str, inside: dict[str, Instruction]) -> int | None:
-    """The number that a name stands for, behind copies."""
+    """Returns the integer constant with this name, looking through copies; None if it is none."""
     while name in inside and inside[name].operation == 'copy':
         name = inside[name].operands[0]
     if name not in inside or inside[name].operation != 'constant':

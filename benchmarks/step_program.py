@@ -1,17 +1,19 @@
-"""Counts what a train step costs a GPU or a TPU that is not attached.
+"""Counts the kernels or cycles of a train step on a GPU or TPU that is not attached.
 
     python -m benchmarks.step_program --topology=h200:1x1 --model=B/16 --batch=256
     python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64 --depth=2
 
-It compiles the train step (AdamW, clipped gradients, all else as `vit_jax.train` chooses it, unless
-`--compute remat=dots unroll=2` sets it) with the options of a real run. For a GPU it prints the
-kernels that are launched, and the megabytes per image that kernels other than matrix products and
-fused attention read and write; for a TPU the cycles that the compiler estimates for all
-instructions; for both the temporary memory. Nothing is timed. A GPU times each matrix product as a
-Triton kernel and by cuBLAS, and runs the faster. Without a GPU, XLA uses Triton for all products;
-`--xla xla_gpu_enable_triton_gemm=false` gives cuBLAS for all. A run lies between the two. cuDNN's
-attention is assumed to compile. `--big_vision=FOLDER`, which holds that repository, compiles its
-step (`benchmarks.peer_programs`) instead, with `--scan` its loop.
+Compiles the train step (AdamW, clipped gradients, other options as in `vit_jax.train` or as set by
+`--compute remat=dots unroll=2`) with the compiler options of a training run. Nothing is timed. For
+a GPU it prints the number of launched kernels, and the megabytes per image that kernels other than
+matrix products and fused attention read and write. For a TPU it prints the cycles that the compiler
+estimates, summed over all instructions. For both it prints the temporary memory.
+
+With a GPU, XLA times each matrix product as a Triton kernel and with cuBLAS, and keeps the faster.
+Without a GPU it uses Triton for all products, or cuBLAS for all with `--xla
+xla_gpu_enable_triton_gemm=false`; the counts of a training run are between these two. cuDNN
+attention is assumed to compile. `--big_vision=FOLDER`, a clone of big_vision, compiles its step
+(`benchmarks.peer_programs`) instead; `--scan` selects its loop over blocks.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from vit_jax.data.augmentation import AUGREG_LEVELS, augreg
 from vit_jax.models import Compute, ViTConfig, variant
 from vit_jax.planning import ahead_of_time
 
-# What is no kernel: names for memory that is there already.
+# Operations without a kernel, such as names for existing memory.
 _FREE = 'parameter constant get-tuple-element tuple bitcast after-all opt-barrier iota'.split()
 _FREE += ['partition-id', 'replica-id', 'async-done']
 _CALLS = 'call', 'async-start'
@@ -41,7 +43,7 @@ _PRODUCTS = re.compile(r'gemm|matmul|fmha|convolution|cudnn')
 
 
 def traffic(body: list[Instruction], result: str) -> int:
-    """Bytes that a fusion reads and writes; of what it slices or updates in place, the part."""
+    """Returns the bytes that a fusion reads and writes. Slices and in-place updates count alone."""
     types = {one.name: one.type for one in body}
     users = collections.defaultdict(list)
     for one in body:
@@ -68,24 +70,24 @@ def _origin(name: str, body: list[Instruction]) -> str:
 
 
 def _uses(name: str, users: dict[str, list[Instruction]]) -> list[Instruction]:
-    """What uses a value, behind bitcasts."""
-    found = []
+    """Returns the instructions that use a value, looking through bitcasts."""
+    instructions = []
     for use in users[name]:
-        found += _uses(use.name, users) if use.operation == 'bitcast' else [use]
-    return found
+        instructions += _uses(use.name, users) if use.operation == 'bitcast' else [use]
+    return instructions
 
 
 def executed(
     found: dict[str, list[Instruction]], name: str, times: int = 1
 ) -> Iterator[tuple[Instruction, int, dict[str, str]]]:
-    """Each instruction that a computation runs, how often, and the types around it by name."""
+    """Yields each instruction that runs, how often, and the types in its computation by name."""
     by_name = {one.name: one for one in found[name]}
     types = {one.name: one.type for one in found[name]}
     for one in found[name]:
         if one.operation == 'while':
             yield from executed(found, one.called('body'), times * trips(one, by_name, found))
         elif one.operation == 'conditional':
-            yield from executed(found, one.branches[-1], times)  # one of them
+            yield from executed(found, one.branches[-1], times)  # one branch runs
         elif one.operation in _CALLS:
             yield from executed(found, one.called('(?:to_apply|calls)'), times)
         elif one.operation not in _FREE:
@@ -93,12 +95,12 @@ def executed(
 
 
 def cycles(text: str) -> int:
-    """What a TPU's compiler estimates, of all instructions of its program one after the other."""
+    """Sums the cycles that the TPU compiler estimates for all instructions of a program."""
     estimates = (
         (re.search(r'estimated_cycles":"(\d+)"', one.rest), times)
         for one, times, _ in executed(*computations(text))
     )
-    return sum(int(found[1]) * times for found, times in estimates if found)
+    return sum(int(match[1]) * times for match, times in estimates if match)
 
 
 class Kernel(NamedTuple):
@@ -107,15 +109,15 @@ class Kernel(NamedTuple):
     name: str
     result: str  # its type, with shapes
     times: int  # in one step
-    moved: int | None  # bytes that it reads and writes; None for a product
-    operations: int | None  # of a product of matrices; None where they are not known
+    moved: int | None  # bytes that it reads and writes; None for a matrix product
+    operations: int | None  # operations of a matrix product; None if unknown
 
 
 def kernels(text: str) -> Iterator[Kernel]:
-    """The kernels of a GPU's program, in their order."""
-    found, entry = computations(text)
-    for one, times, types in executed(found, entry):
-        body = found[one.called('calls')] if one.operation == 'fusion' else []
+    """Yields the kernels of a GPU program in order."""
+    bodies, entry = computations(text)
+    for one, times, types in executed(bodies, entry):
+        body = bodies[one.called('calls')] if one.operation == 'fusion' else []
         moved = operations = None
         if any(_is_product(part) for part in body or [one]):
             inside = {part.name: part.type for part in body} or types
@@ -131,7 +133,7 @@ def kernels(text: str) -> Iterator[Kernel]:
 
 
 def _operations(one: Instruction, types: dict[str, str]) -> int | None:
-    """Floating-point operations of a product of matrices; None for other instructions."""
+    """Returns the floating-point operations of a matrix product; None for other instructions."""
     axes = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]+)', one.rest)
     if axes is None or not one.operands:
         return None
@@ -141,15 +143,15 @@ def _operations(one: Instruction, types: dict[str, str]) -> int | None:
 
 
 def _shape(kind: str) -> list[int]:
-    found = re.search(r'\w+\[([\d,]*)\]', kind)
-    return [int(side) for side in found[1].split(',') if side] if found else []
+    match = re.search(r'\w+\[([\d,]*)\]', kind)
+    return [int(side) for side in match[1].split(',') if side] if match else []
 
 
 def count(text: str) -> tuple[int, int]:
-    """Kernels of a program, and bytes that others than products read and write."""
-    all_of_it = [*kernels(text)]
-    moved = sum(one.times * one.moved for one in all_of_it if one.moved is not None)
-    return sum(one.times for one in all_of_it), moved
+    """Returns the number of kernels, and the bytes of those that are not matrix products."""
+    program_kernels = [*kernels(text)]
+    moved = sum(one.times * one.moved for one in program_kernels if one.moved is not None)
+    return sum(one.times for one in program_kernels), moved
 
 
 def _is_product(one: Instruction) -> bool:
@@ -158,14 +160,14 @@ def _is_product(one: Instruction) -> bool:
 
 
 def network(asked: argparse.Namespace) -> ViTConfig:
-    """The network that is asked for."""
+    """Returns the model with the pooling and depth of the flags."""
     model = variant(asked.model, pool=asked.pool)
     assert isinstance(model, ViTConfig)
     return dataclasses.replace(model, depth=asked.depth or model.depth)
 
 
 def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
-    """The update of `vit_jax.train` for a device, traced."""
+    """Returns the traced update of `vit_jax.train` for a device."""
     fields: dict[str, Any] = dict(text.split('=') for text in asked.compute)
     fields |= {'unroll': int(fields['unroll'])} if 'unroll' in fields else {}
     config = make_config(network(asked), asked.batch, compute=Compute(**fields))
@@ -177,7 +179,7 @@ def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
 
 
 def their_step(asked: argparse.Namespace, device: jax.Device) -> Any:
-    """big_vision's, of the same network and batch."""
+    """Returns the traced step of big_vision for the same model and batch."""
     model = network(asked)
     work = peer_programs.Work.of(model, batch=asked.batch, precision='bfloat16', optimizer='adamw')
     with jax.default_device(device):
@@ -192,39 +194,39 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def main() -> None:
-    """Prints what was chosen, and what was counted."""
+    """Prints the compute options and the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument('--topology', default='h200:1x1', help='as of vit_jax.plan: one of it')
+    parser.add_argument('--topology', default='h200:1x1', help='as in vit_jax.plan; uses a device')
     parser.add_argument('--model', default='B/16')
-    parser.add_argument('--depth', type=app.positive_int, help='another than the model has')
+    parser.add_argument('--depth', type=app.positive_int, help='blocks; default: as in the model')
     parser.add_argument('--pool', default='gap')
     parser.add_argument('--batch', type=app.positive_int, default=256)
     parser.add_argument('--compute', nargs='*', default=[], help='fields, such as remat=dots')
     add = parser.add_argument
-    add('--xla', nargs='*', type=_option, default=[], metavar='OPTION=VALUE', help='of XLA')
+    add('--xla', nargs='*', type=_option, default=[], metavar='OPTION=VALUE', help='XLA options')
     parser.add_argument(
-        '--augreg', choices=AUGREG_LEVELS, help='a level of AugReg; none: no augmentation'
+        '--augreg', choices=AUGREG_LEVELS, help='level of AugReg; default: no augmentation'
     )
-    parser.add_argument('--big_vision')
-    parser.add_argument('--scan', action='store_true')
-    asked = parser.parse_args()
+    parser.add_argument('--big_vision', metavar='FOLDER', help='clone of big_vision')
+    parser.add_argument('--scan', action='store_true', help='loop over blocks in big_vision')
+    arguments = parser.parse_args()
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
-    where = ahead_of_time.find_topology(asked.topology)
-    lowered = (their_step if asked.big_vision else our_step)(asked, where.devices[0])
+    topology = ahead_of_time.find_topology(arguments.topology)
+    lowered = (their_step if arguments.big_vision else our_step)(arguments, topology.devices[0])
     began = time.process_time()
-    program = ahead_of_time.compile_for(where, lowered, options=dict(asked.xla))
-    taken, text = time.process_time() - began, program.as_text()
-    if where.devices[0].platform == 'tpu':
-        found = f'{cycles(text) / 1e6:,.1f} M cycles'
+    program = ahead_of_time.compile_for(topology, lowered, options=dict(arguments.xla))
+    seconds, text = time.process_time() - began, program.as_text()
+    if topology.devices[0].platform == 'tpu':
+        counts = f'{cycles(text) / 1e6:,.1f} M cycles'
     else:
-        kernels, others = count(text)
-        megabytes = others / asked.batch / 1e6
-        found = f'{kernels:,} kernels, {megabytes:,.0f} MB an image beside products'
+        kernels, moved = count(text)
+        megabytes = moved / arguments.batch / 1e6
+        counts = f'{kernels:,} kernels, {megabytes:,.0f} MB per image outside matrix products'
     temporary = program.memory_analysis().temp_size_in_bytes / 1e9
-    print(f'{found}, {temporary:.1f} GB of temporaries, compiled in {taken:.0f} CPU s')
+    print(f'{counts}, {temporary:.1f} GB of temporaries, compiled in {seconds:.0f} CPU s')
 
 
 if __name__ == '__main__':

@@ -1,9 +1,9 @@
-"""What figures of ViT-B/16 cost: time of the ViT paper's, memory of CKA of all 74 layers.
+"""Measures time and memory of the ViT paper's figures and of CKA of all layers, for ViT-B/16.
 
 python -m benchmarks.visualize_speed [--cka_images=10240]
 
-The network has random parameters, the images are noise: neither changes the cost. Each command is
-a process of its own, whose largest resident memory the system tells.
+The model has random parameters and the images are noise, which does not change the cost. Each
+command runs in its own process, whose peak memory the system reports.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def main() -> None:
         config = variant('B/16', num_classes=10)
         params = jax.device_get(jax.jit(build(config).init)(jax.random.key(0)))
         card = Card(model=config, grid=config.grid, preprocessing=Preprocessing())
-        network = LoadedModel(card, params)
-        vit_jax.save(network, folder / 'B_16', 'vit_jax')
+        loaded = LoadedModel(card, params)
+        vit_jax.save(loaded, folder / 'B_16', 'vit_jax')
         images, rng = folder / 'images', np.random.default_rng(0)
         images.mkdir()
         for index in range(arguments.cka_images):
@@ -52,11 +52,13 @@ def main() -> None:
             process = subprocess.Popen(
                 [*command, f'--num_images={count}'], stdout=subprocess.DEVNULL
             )
-            _, status, used = os.wait4(process.pid, 0)
+            _, status, usage = os.wait4(process.pid, 0)
             if status != 0:
                 raise SystemExit(f'{figures}: ended with {status}')
-            seconds, memory = time.monotonic() - start, used.ru_maxrss / 2**20
-            print(f'{figures}, {count} images, {cores} cores: {seconds:.0f} s, {memory:.2f} GiB')
+            seconds, memory = time.monotonic() - start, usage.ru_maxrss / 2**20
+            print(
+                f'{figures}, {count} images, {cores} cores: {seconds:.0f} s, {memory:.2f} GiB peak'
+            )
 
 
 if __name__ == '__main__':

@@ -40,9 +40,9 @@ _ON_CPU = (
 def main(arguments: argparse.Namespace) -> int:
     """Prints a row per check. Raises UserError at the first failed check."""
     launch, workdir = app.parse_launch(arguments), arguments.workdir
-    alone = workdir is not None and arguments.config is None
+    only_workdir = workdir is not None and arguments.config is None
     wrong = f'--workdir={workdir}: --config is missing; pass the --config of the experiment'
-    require(not alone or storage.is_remote(workdir), wrong)
+    require(not only_workdir or storage.is_remote(workdir), wrong)
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in workdirs.package_versions().items()))
     _say('decoding', image_decoding.describe_decoder())
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
         _check_devices(job)
         if arguments.config is not None:
             _check_training(job, arguments)
-        elif alone:
+        elif only_workdir:
             storage.require_writable_bucket(storage.resolve_folder(workdir))
             _say('workdir', f'{workdir}: objects can be written, read, listed and removed')
     _say('result', 'all checks passed')

@@ -46,7 +46,7 @@ class Problems(list[str]):
     """Reasons for which a training would be rejected, without repetitions."""
 
     def catch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Calls the function and returns its result. Lists a UserError and returns None."""
+        """Calls the function and returns its result. Appends a UserError and returns None."""
         try:
             return function(*arguments, **options)
         except UserError as error:

@@ -128,7 +128,7 @@ def _open_images(data: str, split: str | None) -> Source:
 
 
 def name_networks(paths: Sequence[str]) -> list[str]:
-    """Names models for file names: as few last parts of each path as make the names unique."""
+    """Names models by the fewest last parts of their paths that make the names unique."""
     endings = re.compile(r'[.](npz|safetensors|bin|pth?)(?=:|$)')
     parts = [
         pathlib.Path(endings.sub('', os.path.abspath(to_path(path)))).parts[1:] for path in paths

@@ -4,7 +4,7 @@ Paper: "How to train your ViT?" fine-tunes with SGD with momentum, cosine decay 
 without further augmentation. The values match vision_transformer's augreg configuration, with 500
 steps of 512 images.
 Result: B/16 from ImageNet-21k reaches 98.6 % on CIFAR-10 and 89 % on CIFAR-100 in 500 steps, and
-84.6 % on ImageNet in 20,000 (vision_transformer's README, for the checkpoint before AugReg).
+84.6 % on ImageNet in 20,000 (vision_transformer's README, for a checkpoint older than AugReg).
 Cost: 500 steps of B/16 at 384 pixels are 0.09 exaFLOPs.
 Command: python -m vit_jax.finetune --config=configs/finetune/augreg.py:cifar10 --workdir=DIR \
              --config.start_from=augreg:B/16-in21k

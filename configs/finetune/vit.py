@@ -1,4 +1,4 @@
-"""Fine-tunes a checkpoint as in the ViT paper: the rows of table 4, and its best models of table 2.
+"""Fine-tunes a checkpoint as in the ViT paper: the rows of table 4, and the ViTs of table 2.
 
 Paper: "An Image is Worth 16x16 Words", table 4: SGD with momentum 0.9, cosine decay, batches of
 512, no weight decay, gradients clipped at 1, 384 pixels. The paper selects the best of the listed
@@ -23,7 +23,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 _SMALL = 0.001, 0.003, 0.01, 0.03
 _IMAGENET = 0.003, 0.01, 0.03, 0.06
-# Data, test split, steps, warm-up steps, learning rates, pixels, decay of the Polyak average.
+# Data, test split, steps, warm-up steps, learning rates, image side, decay of the Polyak average.
 ROWS = {
     'imagenet': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 384, None),
     'imagenet512': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 512, 0.9999),

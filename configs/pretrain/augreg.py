@@ -44,9 +44,9 @@ ARGUMENTS = tuple(LEVELS)
 
 def get_config(run: str = 'i1k,B/16') -> TrainConfig:
     """Returns the experiment of one model, at its default level or the given level."""
-    name, network, *level = run.split(',')
-    data, eval_split, head_bias = DATA[name]
-    model = variant(network, head_bias=head_bias)
+    data_name, model_name, *level = run.split(',')
+    data, eval_split, head_bias = DATA[data_name]
+    model = variant(model_name, head_bias=head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(

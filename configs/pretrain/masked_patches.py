@@ -28,7 +28,7 @@ ARGUMENTS = tuple(vit.DATA)
 
 
 def get_config(name: str = 'jft') -> TrainConfig:
-    """Returns the row `jft,B/16` of vit.py with one data set and another objective."""
+    """Returns the row `jft,B/16` of vit.py with the given data set and this objective."""
     data, eval_split = vit.DATA[name][:2]
     return dataclasses.replace(
         vit.get_config('jft,B/16'),

@@ -1,8 +1,8 @@
-"""Pre-trains with attention pooling, Adafactor and a schedule without a fixed end.
+"""Pre-trains a ViT with attention pooling, Adafactor and a schedule without a fixed end.
 
 Paper: "Scaling Vision Transformers": attention pooling, no tanh layer, a much larger weight decay
 for the head than for the body, momentum in bfloat16. The learning rate is proportional to
-1/sqrt(steps) and ends with a cool-down; a cool-down from any step gives a shorter run. The values
+1/sqrt(steps) and ends with a cool-down, which can start at any step for a shorter run. The values
 match big_vision's train_vit_g: 1 M steps of 16,384 images.
 Result: The paper's G/14 reaches 90.45 % on ImageNet after fine-tuning and 84.86 % with 10 shots
 (abstract). It was trained on JFT-3B, which is not public: set --config.data to any data with many

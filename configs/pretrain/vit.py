@@ -1,8 +1,8 @@
 """Pre-trains the models of the ViT paper: every row of its table 3.
 
 Paper: "An Image is Worth 16x16 Words", table 3 and appendix B.1: batches of 4096, 10,000 steps of
-warm-up, Adam, 224 pixels. The paper does not state the loss: the authors reported sigmoid for JFT
-and ImageNet-21k, and softmax for ImageNet is our choice, as are Inception crops and flips.
+warm-up, Adam, 224 pixels. The paper does not state the loss. The authors reported sigmoid for JFT
+and ImageNet-21k; softmax for ImageNet, Inception crops and flips are our choice.
 Result: Tables 5 and 6 have these ImageNet accuracies after fine-tuning at 384 pixels. From JFT:
 B/32 80.7, B/16 84.2, L/32 84.4, L/16 86.3 (7 epochs) and 87.1 (14), H/14 88.1 %; R50x1 77.5, R152x2
 85.0, R50+B/16 85.6, R50+L/16 86.6 and 87.1 %. From ImageNet-21k: B/32 81.3, B/16 84.0, L/32 81.0,
@@ -62,9 +62,9 @@ ARGUMENTS = tuple(ROWS)
 def get_config(row: str = 'imagenet,B/16') -> TrainConfig:
     """Returns the experiment of one row."""
     epochs, learning_rate = ROWS[row]
-    name, network = row.split(',')[:2]
-    data, eval_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[name]
-    model = variant(network, head_bias=head_bias)
+    data_name, model_name = row.split(',')[:2]
+    data, eval_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[data_name]
+    model = variant(model_name, head_bias=head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(

@@ -26,10 +26,10 @@ def get_config(size: str = 'small') -> Study:
     levels: dict[str, Augmentation] = {
         level: augmentation(level) for level in (AUGREG_LEVELS if size == 'full' else SMALL)
     }
-    networks: dict[str, dict[str, Any]]
+    models: dict[str, dict[str, Any]]
     if size == 'full':
         config = augreg.get_config('i1k,B/16')
-        networks = {
+        models = {
             name.replace('/', ''): {'model': augreg.get_config(f'i1k,{name}').model}
             for name in ('Ti/16', 'S/32', 'S/16', 'B/32', 'B/16', 'L/16')
         }
@@ -38,16 +38,16 @@ def get_config(size: str = 'small') -> Study:
     else:
         # Shifts replace the Inception crop, so that the images stay on the device.
         levels = {
-            name: dataclasses.replace(one, crop=None, shift_pixels=2)
-            for name, one in levels.items()
+            name: dataclasses.replace(level, crop=None, shift_pixels=2)
+            for name, level in levels.items()
         }
-        networks = {'narrow': {}, 'wide': {'model.width': 128, 'model.mlp_dim': 256}}
+        models = {'narrow': {}, 'wide': {'model.width': 128, 'model.mlp_dim': 256}}
         data = {share: {'train_split': f'train[:{share}]'} for share in ('5%', '100%')}
     grid = Grid(
         axes={
-            'network': networks,
+            'network': models,
             'data': data,
-            'level': {name: {'augmentation': one} for name, one in levels.items()},
+            'level': {name: {'augmentation': level} for name, level in levels.items()},
         }
     )
     return Study(

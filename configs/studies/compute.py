@@ -44,13 +44,14 @@ PUBLISHED = {
         'R152x2': (84.97, 99.06, 92.05, 95.37, 98.62),
     },
 }
+# Numbers of blocks in `small`; blocks per stage of its ResNets.
 DEPTHS = {'vit': (2, 6, 12), 'hybrid': (1, 3, 8)}
 BLOCKS = (1,), (1, 1), (2, 2), (3, 3)
 ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """Returns a study with a grid for each family, and with its five tasks."""
+    """Returns a study with a grid for each family; `full` also fine-tunes on five tasks."""
     if size == 'small':
         return _study(size, {family: _small(family) for family in base.SMALL}, tasks={})
     grids = {family: base.rows(*accuracies) for family, accuracies in PUBLISHED.items()}
@@ -63,9 +64,9 @@ def _study(size: str, networks: dict[str, Any], tasks: dict[str, Any]) -> Study:
         family: Grid(axes={'network': values}, measures=(measure, 'compute'))
         for family, values in networks.items()
     }
-    drawn = PlotConfig(x='compute', y=measure, logarithmic=True)
+    plot = PlotConfig(x='compute', y=measure, logarithmic=True)
     if tasks:
-        drawn = dataclasses.replace(drawn, y='test/accuracy', mean='all')
+        plot = dataclasses.replace(plot, y='test/accuracy', mean='all')
         for family in networks:
             grids[f'{family}-tuned'] = Grid(
                 start_from=family,
@@ -78,7 +79,7 @@ def _study(size: str, networks: dict[str, Any], tasks: dict[str, Any]) -> Study:
     if size == 'full':
         config = dataclasses.replace(vit.get_config('jft,B/16'), fewshot=config.fewshot)
     seeds = (0,) if size == 'full' else (0, 1, 2)
-    return Study(title='Compute and accuracy', base=config, grids=grids, seeds=seeds, draw=drawn)
+    return Study(title='Compute and accuracy', base=config, grids=grids, seeds=seeds, draw=plot)
 
 
 def _small(family: str) -> dict[str, Any]:

@@ -4,9 +4,9 @@ Paper: "An Image is Worth 16x16 Words", section 4.3. In figure 4, B/32 is far be
 images of JFT and above it with 90 M and more; the same holds for L/16 and R152x2. The
 regularization is constant, and each model is evaluated at its best step on held-out images. JFT is
 not public: `full` has random, nested parts of ImageNet-21k, each trained for as many steps as 90
-epochs of all images. `sets` is figure 3 and table 5: models from ImageNet, ImageNet-21k or JFT are
-fine-tuned on five tasks; larger ViTs are worse with the smallest data set and better with the
-largest. It uses table 3 with its regularization; the paper tuned it for the smaller data sets.
+epochs of all images. `sets` reproduces figure 3 and table 5: models from ImageNet, ImageNet-21k or
+JFT are fine-tuned on five tasks; larger ViTs are worse with the smallest data set and better with
+the largest. `sets` has the regularization of table 3; the paper tuned it for smaller data sets.
 Result: docs/studies.md has the results of `small`; PUBLISHED below is table 5.
 Cost: `small` has 36 trainings of 3 to 10 minutes on one CPU core, and as many fine-tunings.
 Command: python -m vit_jax.study --config=configs/studies/data.py:small \
@@ -46,7 +46,7 @@ ARGUMENTS = 'small', 'full', 'sets'
 
 
 def _networks(size: str) -> dict[str, Any]:
-    """Returns the models of figure 4 (b/32 has half of B/32's sizes) and a hybrid."""
+    """Returns the models of figure 4 and a hybrid; half-B32 is b/32 in the paper (half sizes)."""
     if size == 'small':
         return base.SMALL
     rows = 'L/16,7', 'L/32', 'B/32', 'R50+B/32', 'R50x1', 'R152x2'
@@ -68,7 +68,7 @@ def get_config(size: str = 'small') -> Study:
     if size == 'sets':
         return _sets()
     study_base = base.get_config(size)
-    every = 250 if size == 'small' else 5_000
+    every_steps = 250 if size == 'small' else 5_000
     fewshot = study_base.fewshot or FewshotConfig(shots=(5,))
     test = study_base.eval_split
     if size == 'full':
@@ -77,15 +77,15 @@ def get_config(size: str = 'small') -> Study:
         study_base,
         eval_split='test',
         evals={'held_out': EvalConfig(split='train[98%:]'), 'test': EvalConfig(split=test)},
-        eval_every_steps=every,
-        checkpoint_every_steps=every,
+        eval_every_steps=every_steps,
+        checkpoint_every_steps=every_steps,
         keep_checkpoints=1000,
-        fewshot=dataclasses.replace(fewshot, every_steps=every),
+        fewshot=dataclasses.replace(fewshot, every_steps=every_steps),
     )
     tasks: dict[str, Any] = base.TASKS
     if size == 'small':
         tasks = {'digits': base.fine_tuning('small')}
-    few = 'fewshot/5_shot_accuracy'
+    few_shot = 'fewshot/5_shot_accuracy'
     return Study(
         title='Pre-training data and networks',
         base=study_base,
@@ -96,7 +96,7 @@ def get_config(size: str = 'small') -> Study:
                     'data': {share: {'train_split': f'train[:{share}]'} for share in SHARES[size]},
                 },
                 best='held_out/accuracy',
-                measures=('test/accuracy', few),
+                measures=('test/accuracy', few_shot),
             ),
             'tune': Grid(
                 start_from='train',
@@ -105,7 +105,7 @@ def get_config(size: str = 'small') -> Study:
             ),
         },
         seeds=(0, 1, 2),
-        draw=PlotConfig(x='data', y=few, logarithmic=True),
+        draw=PlotConfig(x='data', y=few_shot, logarithmic=True),
     )
 
 
@@ -116,12 +116,12 @@ def _sets() -> Study:
         accuracies = {
             row: values for row, values in PUBLISHED.items() if row.startswith(f'{data},')
         }
-        networks = {row: row.split(',')[1] for row in accuracies}
+        names = {row: row.split(',')[1] for row in accuracies}
         grids[data] = Grid(
             axes={
                 'network': {
                     base.name_of(name): base.fields(vit.get_config(row), *fields, 'regularization')
-                    for row, name in networks.items()
+                    for row, name in names.items()
                 }
             },
             measures=(),
@@ -129,9 +129,9 @@ def _sets() -> Study:
         grids[f'{data}-tuned'] = Grid(
             start_from=data,
             axes={'task': base.TASKS},
-            published=base.published({networks[row]: v for row, v in accuracies.items()}),
+            published=base.published({names[row]: v for row, v in accuracies.items()}),
             means={'all': tuple(base.TASKS)},
         )
-    drawn = PlotConfig(x='network', mean='all')
+    plot = PlotConfig(x='network', mean='all')
     start = vit.get_config('jft,B/16')
-    return Study(title='Pre-training sets', base=start, grids=grids, draw=drawn)
+    return Study(title='Pre-training sets', base=start, grids=grids, draw=plot)

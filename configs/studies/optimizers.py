@@ -43,16 +43,16 @@ def get_config(size: str = 'small') -> Study:
     """Returns a study of ResNets that are fine-tuned on each task with both optimizers."""
     config = base.get_config(size)
     if size == 'small':
-        networks: dict[str, Any] = {'resnet': {'model': base.SMALL['resnet']}}
+        models: dict[str, Any] = {'resnet': {'model': base.SMALL['resnet']}}
         tasks: dict[str, Any] = {'digits': base.fine_tuning('small')}
     else:
         config = dataclasses.replace(vit.get_config('jft,R50x1'), fewshot=config.fewshot)
-        networks, tasks = base.rows('R50x1', 'R152x2'), base.TASKS
+        models, tasks = base.rows('R50x1', 'R152x2'), base.TASKS
     return Study(
         title='Fine-tuning ResNets',
         base=config,
         grids={
-            'train': Grid(axes={'network': networks}),
+            'train': Grid(axes={'network': models}),
             'tune': Grid(
                 start_from='train',
                 axes={'task': tasks, 'optimizer': OPTIMIZERS},

@@ -1,7 +1,7 @@
 """Compares class token, mean and attention pooling at several learning rates.
 
 Paper: "An Image is Worth 16x16 Words", appendix D.3, figure 9: at a learning rate of 8e-4 the mean
-of the tokens of B/16 is far below the class token, at 3e-4 they are equal. Attention pooling (MAP)
+of the tokens of B/16 is far below the class token; at 3e-4 they are equal. Attention pooling (MAP)
 is from "Scaling Vision Transformers", section 3.2.
 Result: docs/studies.md has the results of `small`.
 Cost: `small` has 36 trainings of 3 minutes on one CPU core.

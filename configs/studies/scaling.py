@@ -30,6 +30,7 @@ VALUES: dict[str, dict[str, tuple[int, ...]]] = {
     },
 }
 FIELDS = {'depth': 'depth', 'width': 'width', 'patch': 'patch_size', 'mlp': 'mlp_dim'}
+# Starting point of appendix D.2.
 D2: dict[str, dict[str, Any]] = {
     'small': {},
     'full': {

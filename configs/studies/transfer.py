@@ -3,8 +3,8 @@
 Paper: "An Image is Worth 16x16 Words", section 4.1, always trains all parameters. Common advice is
 to train the head for little data that is similar to the pre-training data, and everything for much
 data. The study trains the head, everything at a tenth of the learning rate, the last two blocks, or
-everything. `small` pre-trains on five classes of CIFAR-10; near are the other five classes, far are
-scikit-learn's digits. `full` starts from B/16 from ImageNet-21k; near is Pets, far is EuroSAT.
+everything. `small` pre-trains on five classes of CIFAR-10; `near` has the other five classes, `far`
+scikit-learn's digits. `full` starts from B/16 from ImageNet-21k; `near` is Pets, `far` EuroSAT.
 Result: not run here yet.
 Cost: `small` has 3 trainings of 3 minutes on one CPU core, and 48 fine-tunings of 1 minute.
 Command: python -m vit_jax.study --config=configs/studies/transfer.py:small \

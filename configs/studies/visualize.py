@@ -23,13 +23,13 @@ ARGUMENTS = 'cls', 'gap', 'resnet'
 
 def get_config(network: str = 'cls') -> TrainConfig:
     """Returns the experiment of one model; --config.data sets the folder."""
-    networks: dict[str, ModelConfig] = {
+    models: dict[str, ModelConfig] = {
         'cls': dataclasses.replace(base.SMALL_VIT, patch_size=(4, 4), pool='cls'),
         'gap': dataclasses.replace(base.SMALL_VIT, patch_size=(4, 4)),
         'resnet': ResNetConfig(image_size=(32, 32), backbone=Backbone(blocks=(2, 2, 2), width=32)),
     }
     config = base.get_config('small')
-    config.model = networks[network]
+    config.model = models[network]
     config.schedule.warmup = Duration(steps=300)
     config.checkpoint_every_steps = 500
     return config

@@ -1,1 +1,1 @@
-"""Computes and draws figures: of models, as in two papers, and of training runs."""
+"""Computes and draws figures of models (as in two papers) and of training runs."""

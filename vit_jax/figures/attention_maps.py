@@ -23,10 +23,10 @@ def compute(images: Images, network: Network) -> Numbers:
     """Returns the first `image` (h w 3) in [0, 1], `maps` (l k rows columns) and `layers` (l)."""
     config = network.vit
 
-    def of_read_tokens(weights: Float[Array, 'b k n n']) -> Float[Array, 'k m']:
+    def average_read_tokens(weights: Float[Array, 'b k n n']) -> Float[Array, 'k m']:
         return average_pooled_tokens(config, weights[0])[:, config.prefix :]
 
-    wanted: dict[str, Reduction] = {'attention/weights': of_read_tokens}
+    wanted: dict[str, Reduction] = {'attention/weights': average_read_tokens}
     if config.pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights[0, :, 0]
     (captured,) = images.capture(network, wanted, most=1)

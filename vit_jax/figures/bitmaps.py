@@ -49,8 +49,8 @@ def draw_confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) 
     Large cells contain percentages. If there is no room for all names, every n-th is written. With
     more than 2,000 classes, neighboring classes share a cell.
     """
-    together = -(-len(matrix) // _LONGEST)
-    starts = np.arange(0, len(matrix), together)
+    per_cell = -(-len(matrix) // _LONGEST)
+    starts = np.arange(0, len(matrix), per_cell)
     cells = np.add.reduceat(np.add.reduceat(matrix, starts, axis=0), starts, axis=1)
     shares = cells / np.maximum(1, cells.sum(axis=1, keepdims=True))
     cell = max(1, min(48, _LONGEST // len(cells)))

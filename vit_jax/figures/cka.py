@@ -44,8 +44,8 @@ def similarity(
     def terms() -> Iterator[cka.Terms]:
         for batches in zip(*(images.batches(network) for network in networks), strict=True):
             each = [gram(batch) for gram, batch in zip(grams, batches, strict=True)]
-            total = jnp.concatenate(each)
-            yield compute_terms(total, total)
+            stacked = jnp.concatenate(each)
+            yield compute_terms(stacked, stacked)
 
     names = [network.name for network in networks]
     return {
@@ -101,11 +101,11 @@ def draw(numbers: Numbers) -> style.Drawing:
 def draw_matrix(axes: Axes, values: Float[np.ndarray, 't t'], names: np.ndarray) -> None:
     """Draws a matrix of layers, with a tick at the start of blocks or units."""
     axes.imshow(values, interpolation='nearest', **style.UNIT_RANGE)
-    parts = {i: found[0] for i, name in enumerate(names) if (found := _PART.match(str(name)))}
+    parts = {i: match[0] for i, name in enumerate(names) if (match := _PART.match(str(name)))}
     ticks: dict[int, str] = {}
     for i, part in parts.items():
-        far = not ticks or (i - max(ticks)) * _MOST_TICKS >= len(names)
-        if far and part != parts.get(i - 1):
+        has_room = not ticks or (i - max(ticks)) * _MOST_TICKS >= len(names)
+        if has_room and part != parts.get(i - 1):
             ticks[i] = part
     axes.set_xticks([*ticks], [*ticks.values()], rotation=90)
     axes.set_yticks([*ticks], [*ticks.values()])

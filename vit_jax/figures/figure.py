@@ -25,7 +25,7 @@ from vit_jax.models import ResNetConfig, ViTConfig, with_highest_precision
 from vit_jax.models.taps import Reduction
 from vit_jax.pretrained import LoadedModel
 
-# In the order of the page. These modules need matplotlib, an extra.
+# Figures in the order of the page. Their modules need matplotlib, an extra.
 NAMES = (
     'filters',
     'positions',
@@ -166,7 +166,7 @@ def find_readable(
     total = len(reader.source)
     indices = np.unique(np.linspace(0, total - 1, min(most, total)).astype(int))
 
-    def problem(index: int) -> str | None:
+    def find_problem(index: int) -> str | None:
         try:
             reader.example(ExampleRef(index))
         except UserError as error:
@@ -174,7 +174,7 @@ def find_readable(
         return None
 
     with futures.ThreadPoolExecutor(loading.count_cores()) as pool:
-        texts = list(progress(pool.map(problem, indices.tolist()), len(indices)))
+        texts = list(progress(pool.map(find_problem, indices.tolist()), len(indices)))
     problems = [text for text in texts if text is not None]
     none = f'none of {plural(len(indices), "image")} is readable'
     require(len(problems) < len(indices), '; '.join([none, *problems[:1]]))

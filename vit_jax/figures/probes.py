@@ -5,7 +5,7 @@ token, the mean over patches, or single patches (9 per image, whose accuracies a
 of the images are for training, from which a few per class are drawn three times; the other half is
 for testing. In the paper, models with a class token and models that average their tokens are
 equally good if they are probed as they were trained. Single patches of the last layers contain
-little of the class in the former, and much in the latter and in ResNets.
+little about the class in models with a class token, and much in the others and in ResNets.
 """
 
 import numpy as np
@@ -32,15 +32,15 @@ def compute(images: Images, *networks: Network) -> Numbers:
         raise UserError('needs images with one class label each')
     labels = source.labels[images.used_indices(_MOST_IMAGES)]
     order = np.random.default_rng(0).permutation(len(labels))
-    learned, tested = np.split(order, [len(order) // 2])
-    tested = tested[np.isin(labels[tested], labels[learned])]
-    if len(np.unique(labels[learned])) < 2 or not len(tested):
+    train, tested = np.split(order, [len(order) // 2])
+    tested = tested[np.isin(labels[tested], labels[train])]
+    if len(np.unique(labels[train])) < 2 or not len(tested):
         raise UserError(f'{len(labels):,} images are too few for probes; raise --num_images')
 
     def accuracies(features: Float[np.ndarray, 'i d']) -> list[float]:
         test = Labeled(features[tested], labels[tested])
-        read, draws = features[learned].__getitem__, {'shots': [_SHOTS], 'seeds': _SEEDS}
-        result = ridge.few_shot(labels[learned], test, features_of=read, l2=ridge.L2, **draws)
+        features_of, draws = features[train].__getitem__, {'shots': [_SHOTS], 'seeds': _SEEDS}
+        result = ridge.few_shot(labels[train], test, features_of=features_of, l2=ridge.L2, **draws)
         return [*result.accuracies.values()]
 
     by_series: dict[str, list[tuple[float, float]]] = {}
@@ -58,7 +58,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
         'deviation': values[..., 1],
         'series': np.array([*by_series]),
         'shots': np.array(_SHOTS),
-        'classes': np.array(len(np.unique(labels[learned]))),
+        'classes': np.array(len(np.unique(labels[train]))),
         'tested': np.array(len(tested)),
     }
 

@@ -22,9 +22,9 @@ def compute(images: Images, *networks: Network) -> Numbers:
     Returns `cka` (p t t) of each model, the complete model last; `names` (p) of the models; names
     of the `layers` (t); and `removed` (p t), which marks layers in blocks without skip connections.
     """
-    whole = [network for network in networks if not _removed(network)]
+    complete = [network for network in networks if not _removed(network)]
     cut = [network for network in networks if _removed(network)]
-    pairs = [(one, other) for other in whole for one in cut if _body(one) == _body(other)]
+    pairs = [(one, other) for other in complete for one in cut if _body(one) == _body(other)]
     if not pairs:
         raise UserError(
             'needs a model that was trained with config.model.blocks_without_skips, and a model of '

@@ -1,1 +1,1 @@
-"""Memory and compile time of an experiment, also on devices that are not attached."""
+"""Measures memory and compile time of an experiment, also for devices that are not attached."""

@@ -67,7 +67,7 @@ def find_topology(name: str) -> Topology:
         raise UserError(f'--topology={name}: {_EXPECTED}')
     slices, kind, shape = tpus.groups()
     sides = [int(side) for side in shape.split('x')]
-    # libtpu ends the process for larger slices of v5e.
+    # The largest slice. For a larger v5e, libtpu aborts the process while it compiles.
     fits = kind not in ('v5e', 'v6e') or (len(sides) == 2 and max(sides) <= 16)
     largest = f'expected at most 16x16 chips in a slice of {kind}; for two slices, 2*{kind}:16x16'
     require(fits, f'--topology={name}: {largest}')

@@ -60,15 +60,15 @@ def with_dummy_data(
         model = trained_model(config, open_start(config), num_classes)
         config = dataclasses.replace(config, model=model)
 
-    def unread(_: Any) -> Any:
+    def raise_error(_: Any) -> Any:
         raise AssertionError('planning never reads images')
 
     source = Source(
         count=num_images,
         class_names=tuple(map(str, range(num_classes))),
-        read=unread,
-        name_of=unread,
-        label_of=unread,
+        read=raise_error,
+        name_of=raise_error,
+        label_of=raise_error,
     )
     config = dataclasses.replace(config, evals={}, eval_split='test', fewshot=None, start_from=None)
     return dataclasses.replace(config, classes=(), data=lambda split: source)
@@ -116,7 +116,7 @@ def try_remat_policies(
 def find_largest_batch(
     config: TrainConfig, where: Topology, first: StepMemory | DoesNotFitError
 ) -> tuple[int, StepMemory] | None:
-    """Searches the largest batch size that fits; returns None if none of those tried fits.
+    """Searches for the largest batch size that fits; returns None if no tried size fits.
 
     Args:
       config: The experiment.

@@ -7,7 +7,7 @@ from typing import Any
 from vit_jax.base import Record, require, require_between
 from vit_jax.config import TrainConfig, default
 
-COMPUTE = 'compute'  # name of the measure: floating-point operations of the first training
+COMPUTE = 'compute'  # measure: floating-point operations of the first training of a run
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Reads metrics, configuration and ledger from work directories, also of runs in progress."""
+"""Reads metrics, configurations and wall time from work directories, also of runs in progress."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def read_histories(paths: Sequence[str]) -> list[History]:
     """
     folders = [storage.resolve_folder(path) for path in paths]
     require(len({*folders}) == len(folders), f'{", ".join(paths)}: expected distinct directories')
-    for count in itertools.count(1):  # as few last parts of the paths as make the names unique
+    for count in itertools.count(1):  # number of last path parts in a name
         names = ['/'.join(folder.parts[-count:]) for folder in folders]
         if len({*names}) == len(names):
             return [read_history(folder, name) for folder, name in zip(folders, names, strict=True)]

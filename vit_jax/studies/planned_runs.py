@@ -24,12 +24,12 @@ class PlannedRun(NamedTuple):
     grid: str
     values: dict[str, str]  # AXIS: VALUE
     seed: int
-    config: TrainConfig  # start_from is not set to the checkpoint of `after`
+    config: TrainConfig  # `start_from` is not set to the checkpoint of `parent`
     parent: 'PlannedRun | None'  # the run whose checkpoint this one starts from
 
     @property
     def root(self) -> 'PlannedRun':
-        """The first run in the chain of `after` that leads to this one."""
+        """The first run in the chain of parents of this run."""
         return self if self.parent is None else self.parent.root
 
 
@@ -58,8 +58,8 @@ def plan_runs(study: Study) -> list[PlannedRun]:
 
 def _of_grid(study: Study, name: str, start: PlannedRun | None, seed: int) -> Iterator[PlannedRun]:
     grid, where = study.grids[name], f'grids.{name}'
-    fresh = {} if start is None else {'model': None}  # use the checkpoint's model
-    base = records.with_values(study.base, fresh | grid.changes, where=f'{where}.changes')
+    reset = {} if start is None else {'model': None}  # use the checkpoint's model
+    base = records.with_values(study.base, reset | grid.changes, where=f'{where}.changes')
     for chosen in itertools.product(*grid.axes.values()):
         values, config = dict(zip(grid.axes, chosen, strict=True)), base
         for axis, value in values.items():
@@ -98,10 +98,10 @@ def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
     for run in runs:
         if is_complete(folder, run):
             recorded = history.read_history(folder / run.name, run.name).config
-            free = {*FREE} - {'evals', 'eval_split', 'fewshot'}  # they change the measures
-            free |= {'start_from'} if run.parent else set()
-            free |= {'compute.dtype'} if run.config.compute.dtype == 'auto' else set()
-            changes = differing(recorded, records.to_dict(run.config), free=[*free])
+            may_differ = {*FREE} - {'evals', 'eval_split', 'fewshot'}  # these change the measures
+            may_differ |= {'start_from'} if run.parent else set()
+            may_differ |= {'compute.dtype'} if run.config.compute.dtype == 'auto' else set()
+            changes = differing(recorded, records.to_dict(run.config), free=[*may_differ])
             advice = 'use another --workdir, or delete the folder of this run to train it again'
             require(not changes, f'{folder / run.name}: {"; ".join(changes)}; {advice}')
 

@@ -56,8 +56,8 @@ def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dic
 def _count_operations(folder: Path, run: PlannedRun) -> float:
     """Returns the floating-point operations of a training, as counted in table 6 of the ViT paper.
 
-    6 per multiply-add of the forward pass, image and step, since a backward pass costs two forward
-    passes. NaN if the model comes from a checkpoint.
+    Counts 6 per multiply-add of the forward pass, image and step, because a backward pass costs two
+    forward passes. Returns NaN if the model comes from a checkpoint.
     """
     steps = read_last_step(folder, run)
     if run.config.model is None or steps is None:

@@ -17,7 +17,7 @@ import time
 import jax
 
 from benchmarks import communication
-from benchmarks.program_text import Instruction, computations
+from benchmarks.program_text import Instruction, parse_computations
 from vit_jax.config import TrainConfig
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.experiment import training_run
@@ -28,9 +28,9 @@ from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig
 
-_WORK = 'fusion', 'convolution', 'dot'
-_SUMS = 'all-reduce', 'all-reduce-start'
-_LIBRARIES = re.compile(r'custom_call_target="(__cu|tpu_custom_call)')  # cuBLAS, cuDNN, kernels
+_COMPUTE_OPERATIONS = 'fusion', 'convolution', 'dot'
+_ALL_REDUCES = 'all-reduce', 'all-reduce-start'
+_LIBRARY_CALL = re.compile(r'custom_call_target="(__cu|tpu_custom_call)')  # cuBLAS, cuDNN, kernels
 IMAGES = 16  # per chip; chips along `tensor` share the same images
 
 # Model, topology, sizes of the mesh axes data, fsdp and tensor.
@@ -71,10 +71,10 @@ def main() -> None:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
     for row in arguments.rows or [row for row in ROWS if not row.endswith('-gpu')]:
-        print(row, _measured(*ROWS[row], arguments.remat, quickly=arguments.quickly), flush=True)
+        print(row, _count_row(*ROWS[row], arguments.remat, quickly=arguments.quickly), flush=True)
 
 
-def _measured(
+def _count_row(
     network: str,
     topology: str,
     data: int,
@@ -101,39 +101,41 @@ def _measured(
     state, began = training_run.abstract_state(experiment), time.process_time()
     lowered = training_run.lower_update(experiment, state)
     text = ahead_of_time.compile_for(target, lowered, quickly=quickly).as_text()
-    sent = communication.sent(text, len(target.devices))
+    sent = communication.count_sent_bytes(text, len(target.devices))
     branches = 2 * model.depth * IMAGES * model.num_tokens * model.width
-    least = communication.least(state.params, experiment.mesh, itemsize=2, branches=branches)
+    least = communication.minimum_sent_bytes(
+        state.params, experiment.mesh, itemsize=2, branches=branches
+    )
     seconds = time.process_time() - began
     total = sum(collective.size for collective in sent.values())
     parts = ', '.join(f'{kind} {collective.size / 1e6:,.1f}' for kind, collective in sent.items())
     setting = f'{topology} data={data} fsdp={fsdp} tensor={tensor} remat={remat}'
     ratio = f'minimum {least / 1e6:,.1f} MB, ratio {total / least:.3f}'
     volume = f'{total / 1e6:,.1f} MB sent per device, {ratio}'
-    counts = _beside_sums(text)
+    counts = _count_overlapping(text)
     overlap = f'; instructions during each all-reduce: {counts}' if counts else ''
     return f'{network} {setting}: {volume} ({parts}){overlap}; {seconds:.0f} CPU s'
 
 
-def _beside_sums(text: str) -> list[int]:
+def _count_overlapping(text: str) -> list[int]:
     """Counts the compute instructions scheduled during each asynchronous all-reduce.
 
     An all-reduce on a TPU's SparseCores is a call of a computation that contains the all-reduce.
     """
-    bodies, counts = computations(text)[0], []
+    bodies, counts = parse_computations(text)[0], []
     for body in bodies.values():
         positions = {instruction.name: index for index, instruction in enumerate(body)}
         for end in body:
             if end.operation.endswith('-done'):
                 scheduled = body[positions[end.operands[0]] : positions[end.name]]
                 started = scheduled[0], *bodies.get(scheduled[0].called('to_apply'), [])
-                if any(instruction.operation in _SUMS for instruction in started):
-                    counts.append(sum(map(_is_work, scheduled)))
+                if any(instruction.operation in _ALL_REDUCES for instruction in started):
+                    counts.append(sum(map(_is_compute, scheduled)))
     return counts
 
 
-def _is_work(one: Instruction) -> bool:
-    return one.operation in _WORK or bool(_LIBRARIES.search(one.rest))
+def _is_compute(one: Instruction) -> bool:
+    return one.operation in _COMPUTE_OPERATIONS or bool(_LIBRARY_CALL.search(one.rest))
 
 
 if __name__ == '__main__':

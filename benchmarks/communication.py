@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from benchmarks.program_text import Instruction, computations, size, trips
+from benchmarks.program_text import Instruction, count_iterations, parse_computations, total_bytes
 
 # Bytes that one of n devices in a ring sends per byte of its operand.
-_RING = {
+_RING_FACTORS = {
     'all-gather': lambda n: n - 1,
     'all-reduce': lambda n: 2 * (n - 1) / n,
     'reduce-scatter': lambda n: (n - 1) / n,
@@ -20,7 +20,7 @@ _RING = {
 _CALLS = 'body', 'condition', 'calls', 'to_apply'
 
 
-class Sent(NamedTuple):
+class Traffic(NamedTuple):
     """All collectives of one kind in one run of a program."""
 
     times: int
@@ -33,13 +33,13 @@ class _Collective(NamedTuple):
     size: float
 
 
-def sent(text: str, devices: int) -> dict[str, Sent]:
+def count_sent_bytes(text: str, devices: int) -> dict[str, Traffic]:
     """Returns what each device sends in one run of the program, by kind of collective.
 
     Bytes are counted for ring algorithms. A loop counts as often as it runs, or once if the program
     does not state the number of iterations.
     """
-    bodies, entry = computations(text)
+    bodies, entry = parse_computations(text)
     collectives: dict[str, _Collective] = {}
 
     def walk(name: str, times: int) -> None:
@@ -49,11 +49,11 @@ def sent(text: str, devices: int) -> dict[str, Sent]:
         sliced = {_origin(one.operands[0], by_name) for one in slices}
         for one in body:
             kind = one.operation.removesuffix('-start')
-            if kind in _RING:
+            if kind in _RING_FACTORS:
                 # On TPUs, an all-reduce fused with a slice of its result is a reduce-scatter.
                 kind = 'reduce-scatter' if kind == 'all-reduce' and one.name in sliced else kind
-                operand = sum(size(by_name[x].type) for x in one.operands if x in by_name)
-                factor = _RING[kind](_group_size(one.rest, devices))
+                operand = sum(total_bytes(by_name[x].type) for x in one.operands if x in by_name)
+                factor = _RING_FACTORS[kind](_group_size(one.rest, devices))
                 # An asynchronous collective occurs in several fusions, also inside loops, with the
                 # same channel. It is counted once.
                 channel = re.search(r'channel_id=(\d+)', one.rest)
@@ -61,7 +61,7 @@ def sent(text: str, devices: int) -> dict[str, Sent]:
                 if key not in collectives or collectives[key].times > times:
                     collectives[key] = _Collective(kind, times, times * factor * operand)
             elif one.operation == 'while':
-                iterations = times * trips(one, by_name, bodies)
+                iterations = times * count_iterations(one, by_name, bodies)
                 walk(one.called('condition'), iterations)
                 walk(one.called('body'), iterations)
             else:
@@ -69,15 +69,17 @@ def sent(text: str, devices: int) -> dict[str, Sent]:
                     walk(called, times)
 
     walk(entry, 1)
-    kinds = [kind for kind in _RING if any(one.kind == kind for one in collectives.values())]
+    kinds = [
+        kind for kind in _RING_FACTORS if any(one.kind == kind for one in collectives.values())
+    ]
     by_kind = {kind: [one for one in collectives.values() if one.kind == kind] for kind in kinds}
     return {
-        kind: Sent(sum(one.times for one in group), round(sum(one.size for one in group)))
+        kind: Traffic(sum(one.times for one in group), round(sum(one.size for one in group)))
         for kind, group in by_kind.items()
     }
 
 
-def least(params: Any, mesh: Mesh, *, itemsize: int, branches: int = 0) -> int:
+def minimum_sent_bytes(params: Any, mesh: Mesh, *, itemsize: int, branches: int = 0) -> int:
     """Returns the minimum number of bytes that each device sends in a training step.
 
     Gradients of replicated parameters are all-reduced over data and fsdp. Parameters that are
@@ -93,14 +95,16 @@ def least(params: Any, mesh: Mesh, *, itemsize: int, branches: int = 0) -> int:
       branches: Number of elements in the outputs of all residual branches on one device.
     """
     data, fsdp = mesh.shape['data'], mesh.shape['fsdp']
-    total = 2.0 * branches * itemsize * _RING['all-reduce'](mesh.shape['tensor'])
+    total = 2.0 * branches * itemsize * _RING_FACTORS['all-reduce'](mesh.shape['tensor'])
     for leaf in jax.tree.leaves(params):
         local_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * itemsize
         if 'fsdp' in leaf.sharding.spec:
-            rings = 2 * _RING['all-gather'](fsdp) + fsdp * _RING['reduce-scatter'](fsdp)
-            total += local_bytes * (rings + _RING['all-reduce'](data))
+            rings = 2 * _RING_FACTORS['all-gather'](fsdp) + fsdp * _RING_FACTORS['reduce-scatter'](
+                fsdp
+            )
+            total += local_bytes * (rings + _RING_FACTORS['all-reduce'](data))
         else:
-            total += local_bytes * _RING['all-reduce'](data * fsdp)
+            total += local_bytes * _RING_FACTORS['all-reduce'](data * fsdp)
     return round(total)
 
 

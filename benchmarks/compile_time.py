@@ -30,30 +30,30 @@ from vit_jax.models import variant
 DEPTHS, TURNS = (8, 32), 5
 
 
-def work(depth: int) -> peer_programs.Work:
+def make_workload(depth: int) -> peer_programs.Workload:
     """Returns the step to compile."""
     model = variant('Ti/16', depth=depth)
-    return peer_programs.Work.of(model, batch=8, precision='float32', optimizer='sgd')
+    return peer_programs.Workload.of(model, batch=8, precision='float32', optimizer='sgd')
 
 
-def compile_seconds(program: Callable[[peer_programs.Work], Any], depth: int) -> float:
+def measure_compile(program: Callable[[peer_programs.Workload], Any], depth: int) -> float:
     """Returns the CPU seconds to trace and compile a train step of this depth."""
     jax.clear_caches()
     began = time.process_time()
-    program(work(depth))[0].compile()
+    program(make_workload(depth))[0].compile()
     return time.process_time() - began
 
 
-def init_seconds(unroll: int) -> float:
+def measure_init(unroll: int) -> float:
     """Returns the CPU seconds to compile and run the initialization at the larger depth."""
-    _, make_inputs = peer_programs.ours(work(DEPTHS[-1]), {'unroll': unroll})
+    _, make_inputs = peer_programs.trace_vit_jax(make_workload(DEPTHS[-1]), {'unroll': unroll})
     jax.clear_caches()
     began = time.process_time()
     make_inputs()
     return time.process_time() - began
 
 
-def start_seconds(folder: str, number: int) -> float:
+def measure_start(folder: str, number: int) -> float:
     """Returns the CPU seconds of a process that trains the quickstart for one step."""
     command = [sys.executable, '-m', 'vit_jax.train', '--config=configs/quickstart.py']
     command += ['--config.total.steps=1', '--config.schedule.warmup.steps=0']
@@ -75,28 +75,32 @@ def main() -> None:
     folder = parser.parse_args().big_vision
     with tempfile.TemporaryDirectory() as cache:
         for number, which in enumerate(('first', 'second')):
-            seconds = start_seconds(cache, number)
+            seconds = measure_start(cache, number)
             print(f'quickstart, one step, {which} process: {seconds:.1f} CPU s')
     jax.config.update('jax_enable_compilation_cache', False)
     if hasattr(os, 'sched_setaffinity'):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    programs: dict[str, Callable[[peer_programs.Work], Any]] = {
-        'vit_jax': lambda work: peer_programs.ours(work, {}),
-        'vit_jax, last_block=whole': lambda work: peer_programs.ours(work, {'last_block': 'whole'}),
+    programs: dict[str, Callable[[peer_programs.Workload], Any]] = {
+        'vit_jax': lambda work: peer_programs.trace_vit_jax(work, {}),
+        'vit_jax, last_block=whole': lambda work: peer_programs.trace_vit_jax(
+            work, {'last_block': 'whole'}
+        ),
     }
     if folder is not None:
-        programs['big_vision'] = lambda work: peer_programs.big_vision(folder, work, scan=True)
+        programs['big_vision'] = lambda work: peer_programs.trace_big_vision(
+            folder, work, scan=True
+        )
     measured: dict[tuple[str, int], list[float]] = {}
     for repetition in range(TURNS + 1):
         for depth in DEPTHS:
             for name, program in programs.items():
-                seconds = compile_seconds(program, depth)
+                seconds = measure_compile(program, depth)
                 if repetition:  # the first repetition includes imports
                     measured.setdefault((name, depth), []).append(seconds)
     for (name, depth), repetitions in measured.items():
         print(f'compile, depth {depth:>2}, {name}: {min(repetitions):.2f} CPU s')
     for unroll in 1, DEPTHS[-1]:
-        seconds = init_seconds(unroll)
+        seconds = measure_init(unroll)
         print(f'initialize, depth {DEPTHS[-1]}, unroll={unroll}: {seconds:.1f} CPU s')
     versions = ', '.join(f'{n} {importlib.metadata.version(n)}' for n in ('jax', 'flax'))
     print(f'{jax.devices()[0].device_kind}, {versions}')

@@ -35,10 +35,10 @@ class Clock:
     def __init__(self) -> None:
         self._since = time.perf_counter(), time.process_time()
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, label: str) -> None:
         now = time.perf_counter(), time.process_time()
         wall, cpu = (a - b for a, b in zip(now, self._since, strict=True))
-        print(f'  {what:<50} {wall:6.2f} s, CPU {cpu:6.2f} s', flush=True)
+        print(f'  {label:<50} {wall:6.2f} s, CPU {cpu:6.2f} s', flush=True)
         self._since = time.perf_counter(), time.process_time()
 
 

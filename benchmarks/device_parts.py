@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks import peers
 from benchmarks.input_speed import make_batches
 from benchmarks.our_step import Step, make_config, trace_step
-from benchmarks.peer_programs import SCAN, Work
-from benchmarks.step_program import Kernel, kernels
+from benchmarks.peer_programs import SCAN, Workload
+from benchmarks.step_program import Kernel, list_kernels
 from configs.pretrain import cifar10_hybrid
 from vit_jax.base.array_types import Array
 from vit_jax.data.augmentation import Augmentation
@@ -38,10 +38,10 @@ from vit_jax.models.attention import Implementation, attend, supports_cudnn
 ROOT = pathlib.Path(__file__).parents[1]
 CLASSES = 1000
 STEPS = 20
-PROFILED = 3  # steps
-LONGEST = 30  # kernels
+PROFILED_STEPS = 3  # steps
+NUM_KERNELS = 30  # kernels
 TINY = ViTConfig(image_size=(32, 32), patch_size=(8, 8), width=48, depth=2, mlp_dim=96, num_heads=3)
-TINY_PAIR = Backbone(blocks=(1, 1), width=32)
+TINY_BACKBONE = Backbone(blocks=(1, 1), width=32)
 # Each option is tried alone and compared with no option. An option that this XLA does not have is
 # reported and skipped.
 XLA_OPTIONS: list[dict[str, Any]] = [
@@ -75,7 +75,7 @@ def model_and_batch() -> tuple[ViTConfig, int]:
 
 
 @dataclasses.dataclass
-class Running:
+class RunningStep:
     """A compiled step and its newest state."""
 
     step: Any
@@ -103,7 +103,7 @@ def measure(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = N
     compiled = traced.lowered.compile(options)
     compile_seconds = time.perf_counter() - began
     state, batch = traced.make_inputs()
-    running, batches = Running(compiled, state), repeat(batch)
+    running, batches = RunningStep(compiled, state), repeat(batch)
     running.run_steps(3, batches)
     seconds = min(running.run_steps(max(1, steps // 2), batches) for _ in range(2))
     return {
@@ -149,9 +149,9 @@ def part_compile(options: dict[str, Any]) -> None:
     hybrid = dataclasses.replace(cifar10_hybrid.get_config(), data='photos', batch_size=256)
     programs = {'hybrid of CIFAR-10': dataclasses.replace(hybrid, fewshot=None)}
     if on_cpu():
-        model = dataclasses.replace(TINY, backbone=TINY_PAIR, patch_size=(1, 1))
+        model = dataclasses.replace(TINY, backbone=TINY_BACKBONE, patch_size=(1, 1))
         programs = {'hybrid': make_config(model, 8)}
-        resnet: ModelConfig = ResNetConfig(image_size=(32, 32), backbone=TINY_PAIR)
+        resnet: ModelConfig = ResNetConfig(image_size=(32, 32), backbone=TINY_BACKBONE)
         vit: ModelConfig = TINY
         batch_size = 8
     else:
@@ -179,7 +179,7 @@ def part_peers(options: dict[str, Any]) -> None:
 
     This process uses the CPU, so that its children have the whole GPU.
     """
-    platform = platform_of_another_process()
+    platform = detect_platform()
     jax.config.update('jax_platforms', 'cpu')
     sizes = {'B/16': 256, 'L/16': 128, 'S/16': 512, 'H/14': 64}
     if platform == 'cpu':
@@ -193,18 +193,20 @@ def part_peers(options: dict[str, Any]) -> None:
         assert isinstance(model, ViTConfig)
         steps = 1 if platform == 'cpu' else 30
         precision = 'float32' if platform == 'cpu' else 'bfloat16'
-        work = Work.of(model, batch=batch, precision=precision, optimizer='adamw', steps=steps)
+        work = Workload.of(model, batch=batch, precision=precision, optimizer='adamw', steps=steps)
         if not matmul:  # the same for all sizes
-            matmul = peers.compare({'matmul': ''}, work, rounds=1, platform=platform)
+            matmul = peers.run_rounds({'matmul': ''}, work, rounds=1, platform=platform)
         results = dict(matmul)
         for program, path in programs.items():
-            results |= peers.compare({program: path}, work, rounds=1, platform=platform)
-            row, line = peers.table(results, work, model)[-2:]  # `line` has the matrix product
+            results |= peers.run_rounds({program: path}, work, rounds=1, platform=platform)
+            row, line = peers.format_table(results, work, model)[
+                -2:
+            ]  # `line` has the matrix product
             emit(f'{name} {row}', model=name, work=work._asdict(), name=program, **results[program])
     emit(line, **matmul)
 
 
-def platform_of_another_process() -> str:
+def detect_platform() -> str:
     """Returns jax's platform without reserving device memory."""
     command = [sys.executable, '-c', 'import jax; print(jax.default_backend())']
     return subprocess.run(command, text=True, capture_output=True).stdout.split()[-1]
@@ -216,20 +218,20 @@ def part_profile(options: dict[str, Any]) -> None:
     traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     compiled = traced.lowered.compile()
     state, batch = traced.make_inputs()
-    running = Running(compiled, state)
+    running = RunningStep(compiled, state)
     running.run_steps(3, repeat(batch))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            seconds = running.run_steps(PROFILED, repeat(batch))
+            seconds = running.run_steps(PROFILED_STEPS, repeat(batch))
         durations = read_durations(next(pathlib.Path(folder).rglob('*.xplane.pb')))
     total = sum(durations.values())
     emit(
-        f'{1e3 * seconds:.2f} ms per profiled step, {total / 1e6 / PROFILED:.2f} ms in kernels',
+        f'{1e3 * seconds:.2f} ms per step, {total / 1e6 / PROFILED_STEPS:.2f} ms in kernels',
         step_ms=1e3 * seconds,
-        kernels_ms=total / 1e6 / PROFILED,
+        kernels_ms=total / 1e6 / PROFILED_STEPS,
     )
     for kind, group in group_kernels(durations, compiled.as_text()):
-        share = group['ms'] * 1e6 * PROFILED / total
+        share = group['ms'] * 1e6 * PROFILED_STEPS / total
         rates = [f'{group[unit]:8,.1f} {unit}' for unit in ('TFLOP/s', 'GB/s') if group[unit]]
         text = f'{group["ms"]:8.3f} ms {share:6.1%} {group["times"]:>5.0f} x {kind:<60}'
         emit(text + ' '.join(rates), kind=kind, share=share, **group)
@@ -249,17 +251,17 @@ def read_durations(profile: pathlib.Path) -> dict[str, float]:
     return durations
 
 
-def group_kernels(taken: dict[str, float], text: str) -> list[tuple[str, dict[str, float]]]:
+def group_kernels(durations: dict[str, float], text: str) -> list[tuple[str, dict[str, float]]]:
     """Returns the slowest kinds of kernels and their throughput, summed over blocks."""
-    by_name: dict[str, Kernel] = {kernel.name: kernel for kernel in kernels(text)}
+    by_name: dict[str, Kernel] = {kernel.name: kernel for kernel in list_kernels(text)}
     groups: dict[str, dict[str, float]] = {}
-    for name, nanoseconds in taken.items():
+    for name, nanoseconds in durations.items():
         kernel = by_name.get(name)
         result = '' if kernel is None else re.sub(r'\{.*?\}', '', kernel.result)[:48]
         kind = f'{re.sub(r"[.0-9]+$", "", name)} {result}'.strip()
         zeros = {'ms': 0.0, 'times': 0.0, 'bytes': 0.0, 'operations': 0.0}
         group = groups.setdefault(kind, zeros)
-        group['ms'] += nanoseconds / 1e6 / PROFILED
+        group['ms'] += nanoseconds / 1e6 / PROFILED_STEPS
         if kernel is not None:
             group['times'] += kernel.times
             group['bytes'] += kernel.times * (kernel.moved or 0)
@@ -268,7 +270,7 @@ def group_kernels(taken: dict[str, float], text: str) -> list[tuple[str, dict[st
         seconds = max(group['ms'], 1e-9) / 1e3
         group['GB/s'] = group['bytes'] / seconds / 1e9
         group['TFLOP/s'] = group['operations'] / seconds / 1e12
-    return sorted(groups.items(), key=lambda item: -item[1]['ms'])[:LONGEST]
+    return sorted(groups.items(), key=lambda item: -item[1]['ms'])[:NUM_KERNELS]
 
 
 def part_files(options: dict[str, Any]) -> None:
@@ -279,12 +281,12 @@ def part_files(options: dict[str, Any]) -> None:
     traced = trace_step(config, num_classes=CLASSES)
     compiled = traced.lowered.compile()
     state, batch = traced.make_inputs()
-    running = Running(compiled, state)
+    running = RunningStep(compiled, state)
     running.run_steps(3, repeat(batch))
     repeated = running.run_steps(STEPS, repeat(batch))
     emit(f'repeated batch {batch_size / repeated:,.0f} images/s', step_ms=1e3 * repeated)
     with tempfile.TemporaryDirectory() as folder:
-        photos = options['photos'] or made_photos(folder)
+        photos = options['photos'] or make_photos(folder)
         origin = 'given photos' if options['photos'] else 'generated photos of 500 x 375 pixels'
         loader = LoaderConfig(placement='host')
         batches = make_batches(photos, model.image_size, batch_size, loader)
@@ -303,7 +305,7 @@ def part_files(options: dict[str, Any]) -> None:
         del batches
 
 
-def made_photos(folder: str) -> str:
+def make_photos(folder: str) -> str:
     """Writes 64 JPEG files of smooth noise, about 60 kB each, and returns the folder."""
     rng = np.random.default_rng(0)
     for number in range(64):
@@ -314,12 +316,12 @@ def made_photos(folder: str) -> str:
     return folder
 
 
-def time_waits(batches: Iterator[Any], waited: list[float]) -> Iterator[Any]:
+def time_waits(batches: Iterator[Any], waits: list[float]) -> Iterator[Any]:
     """Yields the same batches, and appends the seconds that each took to a list."""
     while True:
         began = time.perf_counter()
         batch = next(batches)
-        waited.append(time.perf_counter() - began)
+        waits.append(time.perf_counter() - began)
         yield batch
 
 
@@ -328,7 +330,7 @@ def part_cifar10(options: dict[str, Any]) -> None:
     if options['cifar10'] is None:
         emit('not measured: --cifar10=FOLDER names the images')
         return
-    tiny = platform_of_another_process() == 'cpu'
+    tiny = detect_platform() == 'cpu'
     steps, every = (6, 3) if tiny else (2930, 293)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, '-m', 'vit_jax.train', f'--workdir={folder}/run']
@@ -343,8 +345,8 @@ def part_cifar10(options: dict[str, Any]) -> None:
         began = time.monotonic()
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         reported = 0
-        while child.poll() is None or reported < len(evaluations(folder)):
-            for line in evaluations(folder)[reported:]:
+        while child.poll() is None or reported < len(read_evaluations(folder)):
+            for line in read_evaluations(folder)[reported:]:
                 reported += 1
                 emit(
                     f'{line["accuracy"]:.2%} of the test images after {line["step"]:,} of '
@@ -359,7 +361,7 @@ def part_cifar10(options: dict[str, Any]) -> None:
             raise SystemExit(child.returncode)  # the child printed the reason
 
 
-def evaluations(folder: str) -> list[dict[str, Any]]:
+def read_evaluations(folder: str) -> list[dict[str, Any]]:
     """Reads the evaluations of a run that is in progress."""
     path = pathlib.Path(folder, 'run', 'metrics.jsonl')
     if not path.exists():
@@ -422,20 +424,20 @@ def part_attention(options: dict[str, Any]) -> None:
 
 
 @functools.cache
-def attention_and_gradients(way: Implementation) -> Callable[..., tuple[Array, ...]]:
+def attention_and_gradients(implementation: Implementation) -> Callable[..., tuple[Array, ...]]:
     """Returns a compiled function that computes attention and its three gradients."""
 
     def run(query: Array, key: Array, value: Array, change: Array) -> tuple[Array, ...]:
-        attention = functools.partial(attend, implementation=way)
+        attention = functools.partial(attend, implementation=implementation)
         output, gradients_of = jax.vjp(attention, query, key, value)
         return output, *gradients_of(change)
 
     return jax.jit(run)
 
 
-def relative_error(found: Array, expected: Array) -> float:
+def relative_error(actual: Array, expected: Array) -> float:
     """Returns the Euclidean norm of the difference, relative to the norm of `expected`."""
-    difference = found.astype(jnp.float32) - expected
+    difference = actual.astype(jnp.float32) - expected
     return float(jnp.linalg.norm(difference) / jnp.linalg.norm(expected))
 
 

@@ -33,7 +33,7 @@ from tests.hosts import ROOT, hosts, result
 from vit_jax.base import UserError
 from vit_jax.experiment import training_run
 
-LONGEST = 1800  # time limit of one process, in seconds
+TIMEOUT_SECONDS = 1800  # time limit of one process, in seconds
 
 
 class Outcome(NamedTuple):
@@ -50,7 +50,11 @@ def tests(*arguments: str) -> Outcome:
         report = pathlib.Path(folder) / 'report.xml'
         command = [sys.executable, '-m', 'pytest', '-n', '0', '-m', '', f'--junitxml={report}']
         finished = subprocess.run(
-            [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=LONGEST
+            [*command, *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
         )
         cases = [*ElementTree.parse(report).iter('testcase')] if report.exists() else []
     names: dict[str, list[str]] = {'held': [], 'broken': [], 'skipped': []}
@@ -66,7 +70,7 @@ def tests(*arguments: str) -> Outcome:
 
 
 @contextlib.contextmanager
-def training(folder: pathlib.Path, faults: str, count: int = 1, *flags: str) -> Iterator[Any]:
+def start_training(folder: pathlib.Path, faults: str, count: int = 1, *flags: str) -> Iterator[Any]:
     """Starts the processes of a small training in FOLDER/run, with faults."""
     folder.mkdir(exist_ok=True)
     command = ['tests.faulty', faults, '--config=tests/tiny_config.py', f'--workdir={folder}/run']
@@ -74,13 +78,13 @@ def training(folder: pathlib.Path, faults: str, count: int = 1, *flags: str) -> 
         yield started
 
 
-def to_the_end(folder: pathlib.Path, count: int = 1, *flags: str) -> tuple[list[int], str]:
+def train_to_end(folder: pathlib.Path, count: int = 1, *flags: str) -> tuple[list[int], str]:
     """Trains without faults; returns the exit codes and the output of the first process."""
-    with training(folder, 'slow:0', count, *flags) as started:
-        return [host.wait(LONGEST) for host in started], started[0].text
+    with start_training(folder, 'slow:0', count, *flags) as started:
+        return [host.wait(TIMEOUT_SECONDS) for host in started], started[0].text
 
 
-def unlike(folder: pathlib.Path, whole: pathlib.Path, metrics: bool = True) -> str:
+def describe_difference(folder: pathlib.Path, whole: pathlib.Path, metrics: bool = True) -> str:
     """Returns how the run in `folder` differs from the run in `whole`; '' if it does not."""
     (params, actual_lines), (expected, expected_lines) = result(folder), result(whole)
     if any(not np.array_equal(params[name], leaf) for name, leaf in expected.items()):
@@ -88,15 +92,15 @@ def unlike(folder: pathlib.Path, whole: pathlib.Path, metrics: bool = True) -> s
     return 'metrics.jsonl differs' if metrics and actual_lines != expected_lines else ''
 
 
-def kills(count: int, number: int) -> Outcome:
+def inject_kills(count: int, number: int) -> Outcome:
     """Kills all processes of a run, or one of them, at random moments, and resumes it each time."""
     moments = random.Random(count)
     folder = pathlib.Path(tempfile.mkdtemp())
     flags = f'--config.total.steps={max(60, 40 * number)}', '--heartbeat_seconds=10'
-    to_the_end(folder / 'whole', count, *flags)
+    train_to_end(folder / 'whole', count, *flags)
     run_seconds, num_kills = 0.0, 0
     for _ in range(number):
-        with training(folder / 'killed', 'slow:300', count, *flags) as started:
+        with start_training(folder / 'killed', 'slow:300', count, *flags) as started:
             began = time.monotonic()
             if not run_seconds:
                 started[0].wait_for('reported')
@@ -111,21 +115,23 @@ def kills(count: int, number: int) -> Outcome:
             for host in started:  # `training` kills those that still wait for a killed process
                 with contextlib.suppress(AssertionError):
                     host.wait(20)
-    codes, text = to_the_end(folder / 'killed', count, *flags)
-    difference = unlike(folder / 'killed', folder / 'whole') if not any(codes) else text[-300:]
+    codes, text = train_to_end(folder / 'killed', count, *flags)
+    difference = (
+        describe_difference(folder / 'killed', folder / 'whole') if not any(codes) else text[-300:]
+    )
     shutil.rmtree(folder)
     failed = [f'after {num_kills} kills: {difference}'] if difference else []
     return Outcome(0 if failed else num_kills, failed)
 
 
-def half_a_line(data: bytes) -> bytes:
+def cut_last_line(data: bytes) -> bytes:
     """Cuts the last line in the middle."""
     text = data.rstrip()
     start = text.rfind(b'\n') + 1
     return text[: (start + len(text)) // 2]
 
 
-def flipped(data: bytes) -> bytes:
+def flip_bit(data: bytes) -> bytes:
     """Flips one bit."""
     place = random.Random(zlib.crc32(data)).randrange(8 * max(1, len(data)))
     changed = bytearray(data or b'\0')
@@ -136,12 +142,12 @@ def flipped(data: bytes) -> bytes:
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     'emptied': lambda data: b'',
     'cut': lambda data: data[: len(data) // 2],
-    'half a line': half_a_line,
+    'half a line': cut_last_line,
     'a number': lambda data: b'12\n',
     'a list': lambda data: b'[]\n' + data.partition(b'\n')[2],  # replaces the first line
     'deep': lambda data: b'[' * 100_000 + data,
     'not UTF-8': lambda data: b'\xff\xfe' + data,
-    'flipped': flipped,
+    'flipped': flip_bit,
 }
 
 
@@ -155,7 +161,7 @@ def damage(path: pathlib.Path, kind: str) -> None:
         path.write_bytes(DAMAGES[kind](path.read_bytes()))
 
 
-def go_on(folder: pathlib.Path) -> tuple[str, str]:
+def resume(folder: pathlib.Path) -> tuple[str, str]:
     """Starts or resumes the run in FOLDER/run; returns its error, or '', and its warnings."""
     warned = io.StringIO()
     handler = logging.StreamHandler(warned)
@@ -180,15 +186,15 @@ def _kind(path: pathlib.Path) -> str:
     return re.sub('[0-9a-f]{16,}', 'data', path.name)
 
 
-def own_files() -> Outcome:
+def damage_run_files() -> Outcome:
     """Damages each kind of file of a run that was killed at step 38 of 60, in each way.
 
     The run must resume to the same parameters, with a warning if the file is part of a checkpoint,
     or be rejected with a UserError.
     """
     folder = pathlib.Path(tempfile.mkdtemp())
-    go_on(folder / 'whole')
-    with training(folder / 'base', 'slow:100,die:38') as (host,):
+    resume(folder / 'whole')
+    with start_training(folder / 'base', 'slow:100,die:38') as (host,):
         host.wait()
     run = folder / 'base/run'
     steps = [int(path.name) for path in run.glob('checkpoints/*') if path.name.isdecimal()]
@@ -201,12 +207,12 @@ def own_files() -> Outcome:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(folder / 'base', copy)
         damage(copy / 'run' / name, kind)
-        error, warned = go_on(copy)
+        error, warned = resume(copy)
         if error:
             return '' if error.startswith('refused: ') else error
         if name.startswith('checkpoints') and not warned:
             return 'no warning'
-        return unlike(copy, folder / 'whole', metrics=name != 'metrics.jsonl')
+        return describe_difference(copy, folder / 'whole', metrics=name != 'metrics.jsonl')
 
     cases = [*itertools.product(kinds.values(), [*DAMAGES, 'removed', 'stray'])]
     failed = [f'{name}, {kind}: {why}' for name, kind in cases if (why := broken(name, kind))]
@@ -214,11 +220,13 @@ def own_files() -> Outcome:
     return Outcome(len(cases) - len(failed), failed)
 
 
-def foreign_files(copies: int) -> Outcome:
+def damage_published_files(copies: int) -> Outcome:
     """Loads damaged copies of each published npz file that is on this machine."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, '-m', 'tests.checkpoints.damage', folder, str(copies)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONGEST)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+        )
     if done.returncode:
         return Outcome(0, [done.stderr.strip()[-300:]])
     counts = json.loads(done.stdout.splitlines()[-1])
@@ -227,21 +235,24 @@ def foreign_files(copies: int) -> Outcome:
 
 CHECKPOINTS, RUNS = 'tests/checkpoints', 'tests/experiment'
 FORMATS = f'{CHECKPOINTS}/formats'
-READING = FORMATS, 'tests/data'
+DATA_TESTS = FORMATS, 'tests/data'
 HOSTS = f'{RUNS}/test_hosts.py'
 
 
-def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
+def make_rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
     """Returns the text and the function of each row. `number` is the number of kills in `kills`."""
 
     def row(what: str, *arguments: str) -> tuple[str, Callable[[], Outcome]]:
         return what, functools.partial(tests, *arguments)
 
     return {
-        'kills': ('SIGKILL of one process at random moments', lambda: kills(1, number)),
-        'kills-of-two': ('SIGKILL of one or both of two processes', lambda: kills(2, number // 2)),
-        'own-files': ("damage to a run's own files", own_files),
-        'foreign-files': ('damage to published npz files', lambda: foreign_files(100)),
+        'kills': ('SIGKILL of one process at random moments', lambda: inject_kills(1, number)),
+        'kills-of-two': (
+            'SIGKILL of one or both of two processes',
+            lambda: inject_kills(2, number // 2),
+        ),
+        'own-files': ("damage to a run's own files", damage_run_files),
+        'foreign-files': ('damage to published npz files', lambda: damage_published_files(100)),
         'crashes': row(
             'crash or power failure at a file operation', 'tests', '-k=kill_at or test_power'
         ),
@@ -252,8 +263,8 @@ def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
         'evaluation': row('1 to 359 test images, two processes', HOSTS, '-k=counts_every_image'),
         'changes': row('changed data or configuration', RUNS, '-k=differ or test_data_manifest'),
         'pickles': row('pickles that execute code', FORMATS, '-k=pickle'),
-        'bombs': row('images that declare too many pixels', READING[1], '-k=more_pixels'),
-        'records': row('damage to TFRecord, ArrayRecord files', READING[1], '-k=noticed'),
+        'bombs': row('images that declare too many pixels', DATA_TESTS[1], '-k=more_pixels'),
+        'records': row('damage to TFRecord, ArrayRecord files', DATA_TESTS[1], '-k=noticed'),
         'disks': row(
             'full or read-only disk, out of memory', RUNS, '-k=disk or be_written or without_memory'
         ),
@@ -262,7 +273,7 @@ def rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
 
 def run(only: list[str], number: int) -> int:
     """Runs the rows in `only`, or all, and prints the table. Returns 1 if a case broke, else 0."""
-    table = rows(number)
+    table = make_rows(number)
     if wrong := set(only) - table.keys():
         sys.exit(f'--only={",".join(sorted(wrong))}: unknown; rows: {", ".join(table)}')
     print(f'{"row":<17}{"what":<44}{"held":>6}{"broken":>8}{"skipped":>9}{"s":>7}')

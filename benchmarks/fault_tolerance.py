@@ -41,59 +41,59 @@ PHASES = {
 }
 
 
-def training(folder, faults, count=2, flags=(), **more):  # type: ignore[no-untyped-def]
+def start_training(folder, faults, count=2, flags=(), **more):  # type: ignore[no-untyped-def]
     """Starts the processes of a small training, with faults."""
     command = ['tests.faulty', faults, '--config=tests/tiny_config.py']
     return hosts(folder, [*command, f'--workdir={folder}/run', *flags], count, **more)
 
 
-def say(name: str, value: str) -> None:
+def report(name: str, value: str) -> None:
     """Prints one measurement."""
     print(f'{name:<64}{value}', flush=True)
 
 
-def sigterm(count: int) -> None:
+def measure_sigterm(count: int) -> None:
     """Sends SIGTERM to the last process in each phase, then resumes to the end."""
     folder, processes = pathlib.Path(tempfile.mkdtemp()), plural(count, 'process')
     began = time.time()
     for phase, (faults, event) in PHASES.items():
-        with training(folder, faults, count, ['--config.eval_every_steps=30']) as started:
+        with start_training(folder, faults, count, ['--config.eval_every_steps=30']) as started:
             started[0].wait_for(event)
             sent = time.time()
             started[-1].signal(signal.SIGTERM)
             codes = [host.wait() for host in started]
             after = time.time() - sent
-        say(f'SIGTERM, {phase}, {processes}: exit {codes[0]} after', f'{after:.1f} s')
-    with training(folder, 'slow:0', count, ['--config.eval_every_steps=30']) as started:
+        report(f'SIGTERM, {phase}, {processes}: exit {codes[0]} after', f'{after:.1f} s')
+    with start_training(folder, 'slow:0', count, ['--config.eval_every_steps=30']) as started:
         resumed = time.time()
         started[0].wait_for('reported', step=45)
-        say(f'{processes}: start to the report of step 45', f'{time.time() - resumed:.1f} s')
+        report(f'{processes}: start to the report of step 45', f'{time.time() - resumed:.1f} s')
         for host in started:
             host.wait()
     wall = time.time() - began
     spent = sum_seconds(read_events(folder / 'run/events.jsonl'))
-    say(
+    report(
         f'wall time of these {len(PHASES) + 1} starts that the event log explains',
         f'{sum(spent.values()) / wall:.1%}',
     )
-    say('  by activity', ', '.join(f'{name} {seconds:.1f} s' for name, seconds in spent.items()))
+    report('  by activity', ', '.join(f'{name} {seconds:.1f} s' for name, seconds in spent.items()))
 
 
-def fault(
+def measure_fault(
     name: str, faults: str, step: int, flags: tuple[str, ...] = (), stop: bool = False
 ) -> None:
     """Prints the time from the report of a step, or from SIGSTOP, to the last exit."""
     folder = pathlib.Path(tempfile.mkdtemp())
-    with training(folder, faults, 2, flags) as started:
+    with start_training(folder, faults, 2, flags) as started:
         started[0].wait_for('reported', step=step)
         began = time.time()
         if stop:
             started[1].signal(signal.SIGSTOP)
         codes = [host.wait() for host in (started[:1] if stop else started)]
-        say(name, f'{time.time() - began:.1f} s, exit {codes[0]}')
+        report(name, f'{time.time() - began:.1f} s, exit {codes[0]}')
 
 
-def save_stall() -> None:
+def measure_save() -> None:
     """Prints how long the loop waits for an asynchronous save of 1 GiB, in three saves."""
     folder = pathlib.Path(tempfile.mkdtemp())
     checkpoints = Checkpoints(folder, keep=1)
@@ -110,27 +110,27 @@ def save_stall() -> None:
         seconds.append(time.time() - began)
         checkpoints.wait()
     checkpoints.close()
-    say(
+    report(
         'asynchronous save of 1 GiB, one process: the loop waits',
         f'{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f} ms',
     )
 
 
-def measure() -> None:
+def measure_all() -> None:
     """Prints all measurements."""
     with hosts(pathlib.Path(tempfile.mkdtemp()), ['vit_jax.doctor']) as (host,):
         host.wait()  # loads the libraries, so that they do not count below
-    save_stall()
+    measure_save()
     for count in 1, 2:
-        sigterm(count)
-    fault('a process raises at step 15: all exited after', 'slow:100,fail:15:1', 10)
-    fault(
+        measure_sigterm(count)
+    measure_fault('a process raises at step 15: all exited after', 'slow:100,fail:15:1', 10)
+    measure_fault(
         'a process hangs, watchdog 5 s: all exited after',
         'hang:15:1',
         15,
         ('--watchdog_seconds=5',),
     )
-    fault(
+    measure_fault(
         'a process is stopped, heartbeat 5 s: the other exited after',
         'slow:100',
         5,
@@ -139,10 +139,10 @@ def measure() -> None:
     )
     began = time.time()
     folder = pathlib.Path(tempfile.mkdtemp())
-    with training(folder, 'other_packages:0:1', 2) as started:
+    with start_training(folder, 'other_packages:0:1', 2) as started:
         for host in started:
             host.wait()
-    say('different packages: rejected after', f'{time.time() - began:.1f} s from the start')
+    report('different packages: rejected after', f'{time.time() - began:.1f} s from the start')
 
 
 if __name__ == '__main__':
@@ -157,4 +157,4 @@ if __name__ == '__main__':
     print(f'{os.cpu_count()} CPU cores, {versions}\n')
     if arguments.inject_faults:
         sys.exit(fault_injection.run(arguments.only, arguments.kills))
-    measure()
+    measure_all()

@@ -26,13 +26,13 @@ from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labeled
 
 CLASSES, WIDTH, POOL, TESTED, L2 = 1000, 768, 10_000, 50_000, 1024.0
-OURS: dict[str, ridge.L2Strengths] = {
+L2_BY_SOLVER: dict[str, ridge.L2Strengths] = {
     'ours': L2,
     'ours, best of five l2': tuple(L2 * 4**i for i in range(-2, 3)),
 }
 
 
-def features(count: int, seed: int) -> Labeled:
+def make_features(count: int, seed: int) -> Labeled:
     """Returns features around class means that are close to each other. Makes no copy."""
     means = 0.15 * np.random.default_rng(0).standard_normal((CLASSES, WIDTH), np.float32)
     values = np.random.default_rng(seed).standard_normal((count, WIDTH), np.float32)
@@ -41,7 +41,7 @@ def features(count: int, seed: int) -> Labeled:
     return Labeled(values, np.arange(count) % CLASSES)
 
 
-def theirs(folder: str) -> Callable[[Labeled, Labeled], float]:
+def load_big_vision_solver(folder: str) -> Callable[[Labeled, Labeled], float]:
     """Returns big_vision's solver. Stubs replace modules that it imports but does not use."""
     sys.path.insert(0, folder)
     parts = 'datasets', 'datasets.core', 'input_pipeline', 'pp', 'pp.builder', 'utils'
@@ -64,25 +64,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('--big_vision', metavar='FOLDER', help='clone of big_vision')
-    parser.add_argument('--solver', choices=[*OURS, 'big_vision'], help=argparse.SUPPRESS)
+    parser.add_argument('--solver', choices=[*L2_BY_SOLVER, 'big_vision'], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.solver is None:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # child processes inherit this
-        for solver in [*OURS, *(['big_vision'] if arguments.big_vision else [])]:
+        for solver in [*L2_BY_SOLVER, *(['big_vision'] if arguments.big_vision else [])]:
             command = [sys.executable, '-m', 'benchmarks.fewshot_speed', *sys.argv[1:]]
             subprocess.run([*command, f'--solver={solver}'], check=True)
         return
     jax.config.update('jax_platforms', 'cpu')
-    if arguments.solver in OURS:
-        solve: Any = functools.partial(ridge.accuracy, l2=OURS[arguments.solver])
+    if arguments.solver in L2_BY_SOLVER:
+        solve: Any = functools.partial(ridge.accuracy, l2=L2_BY_SOLVER[arguments.solver])
     else:
-        solve = theirs(arguments.big_vision)
-    pool, test = features(POOL, 1), features(TESTED, 2)
-    before = peak()
+        solve = load_big_vision_solver(arguments.big_vision)
+    pool, test = make_features(POOL, 1), make_features(TESTED, 2)
+    before = peak_megabytes()
     for shots in 10, 5, 1:  # 10 shots take the most memory
         train = Labeled(pool.features[: shots * CLASSES], pool.labels[: shots * CLASSES])
         solve(train, test)  # compiles
-        memory = f', +{peak() - before:,.0f} MB peak memory' if shots == 10 else ''
+        memory = f', +{peak_megabytes() - before:,.0f} MB peak memory' if shots == 10 else ''
         best = float('inf')
         for _ in range(3):
             began = time.process_time()
@@ -92,7 +92,7 @@ def main() -> None:
         print(f'{arguments.solver:<22}{shots:>2} shots{result}')
 
 
-def peak() -> float:
+def peak_megabytes() -> float:
     """Returns the peak memory of this process in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 

@@ -47,9 +47,9 @@ from vit_jax.planning.memory_plan import with_dummy_data
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import make_targets
 
-SIMULATED = 1 / 600  # seconds per image on a simulated core
-DATA_SET = 100_000  # images, by repeating photos: small orders take longer to draw per image
-TURNS = 3  # alternating measurements of both pipelines, as the speed of a machine varies
+SIMULATED_SECONDS = 1 / 600  # seconds per image on a simulated core
+NUM_IMAGES = 100_000  # images, by repeating photos: small orders take longer to draw per image
+ROUNDS = 3  # alternating measurements of both pipelines, as the speed of a machine varies
 
 
 @dataclasses.dataclass
@@ -63,7 +63,7 @@ class Rate:
         return f'{self.wall:>9,.0f} images/s {self.core:>9,.0f} per core'
 
 
-def rate(step: Callable[[], int], seconds: float) -> Rate:
+def measure_rate(step: Callable[[], int], seconds: float) -> Rate:
     """Measures a function that returns a number of images, after two calls to warm up."""
     step()
     step()
@@ -73,7 +73,7 @@ def rate(step: Callable[[], int], seconds: float) -> Rate:
     return Rate(images / (time.perf_counter() - wall), images / (time.process_time() - core))
 
 
-def tiny_images(count: int) -> Source:
+def undecoded_images(count: int) -> Source:
     """Returns images that need no decoding, to measure the overhead of Python."""
     image = np.zeros((224, 224, 3), np.uint8)
     return labeled_source(range(count), [0] * count, ('a',), read=lambda i: image)
@@ -90,7 +90,7 @@ def slow_images(count: int, seconds: float) -> Source:
     return labeled_source(range(count), [0] * count, ('a',), read=read)
 
 
-def reading(reader: ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
+def make_reading_step(reader: ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
     """Returns a function that reads, decodes and crops one batch in threads."""
     pool = futures.ThreadPoolExecutor(threads)
     rng = np.random.default_rng(0)
@@ -134,33 +134,35 @@ def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -
             yield len(batch)
 
 
-def timed(name: str, step: Callable[[], int], seconds: float) -> Rate:
+def print_rate(name: str, step: Callable[[], int], seconds: float) -> Rate:
     """Measures a function and prints its rate."""
-    measured = rate(step, seconds)
+    measured = measure_rate(step, seconds)
     print(f'{name:<36}{measured}')
     return measured
 
 
-def on_the_host(reader: ImageReader, batch_size: int, seconds: float) -> None:
+def measure_host(reader: ImageReader, batch_size: int, seconds: float) -> None:
     """Measures reading, decoding and cropping."""
-    undecoded = dataclasses.replace(reader, source=tiny_images(250))
-    timed('Python overhead without decoding', reading(undecoded, 1, batch_size), seconds / 2)
+    undecoded = dataclasses.replace(reader, source=undecoded_images(250))
+    print_rate(
+        'Python overhead without decoding', make_reading_step(undecoded, 1, batch_size), seconds / 2
+    )
     for threads in sorted({1, 2, count_cores()}):
         name = f'decode and crop, {plural(threads, "thread")}'
-        timed(name, reading(reader, threads, batch_size), seconds)
+        print_rate(name, make_reading_step(reader, threads, batch_size), seconds)
 
 
-def on_simulated_cores(reader: ImageReader, seconds: float) -> None:
+def measure_simulated_cores(reader: ImageReader, seconds: float) -> None:
     """Measures how the rate grows with the number of cores until Python limits it."""
     simulated = dataclasses.replace(
-        reader, crop=RandomCrop(scale=1.0), source=slow_images(10_000, SIMULATED)
+        reader, crop=RandomCrop(scale=1.0), source=slow_images(10_000, SIMULATED_SECONDS)
     )
     for count in 4, 8, 16, 32, 64:
-        name = f'{count} simulated cores of {1 / SIMULATED:.0f} images/s'
-        timed(name, reading(simulated, count, 1024), seconds)
+        name = f'{count} simulated cores of {1 / SIMULATED_SECONDS:.0f} images/s'
+        print_rate(name, make_reading_step(simulated, count, 1024), seconds)
 
 
-def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
+def measure_augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
     """Measures augmentation on the device, at the level medium2."""
     refs = [ExampleRef(i) for i in range(batch_size)]
     images = reader.examples(refs, futures.ThreadPoolExecutor(1))
@@ -172,7 +174,7 @@ def augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
         jax.block_until_ready(augment_images(images))
         return batch_size
 
-    timed('RandAugment and MixUp on the device', augmented, seconds)
+    print_rate('RandAugment and MixUp on the device', augmented, seconds)
 
 
 def batches_of(
@@ -189,18 +191,20 @@ def make_batches(
 ) -> Iterator[Batch]:
     """Yields batches of random crops of the photos in a folder, on the devices, without end."""
     source = unlabeled_source([photos])
-    source = select(source, np.arange(DATA_SET) % len(source))
+    source = select(source, np.arange(NUM_IMAGES) % len(source))
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
     sharding = meshes.batch_sharding(meshes.make_mesh(meshes.MeshConfig()))
     loader = loading.make_loader(reader, config, sharding)
     return loading.training_batches(loader, steps=range(10**9), batch_size=batch_size, seed=0)
 
 
-def one_alone(name: str, reader: ImageReader, photos: str, batch_size: int, seconds: float) -> None:
+def measure_alone(
+    name: str, reader: ImageReader, photos: str, batch_size: int, seconds: float
+) -> None:
     """Measures our pipeline or tf.data in a process that does nothing else."""
     if name == 'tf.data':
-        counts = tf_data(files(photos), reader.size, batch_size)
-        timed('tf.data, end to end', lambda: next(counts), seconds)
+        counts = tf_data(list_files(photos), reader.size, batch_size)
+        print_rate('tf.data, end to end', lambda: next(counts), seconds)
         return
     mesh = meshes.make_mesh(meshes.MeshConfig())
     epoch = 0 if name == 'first-epoch' else 1
@@ -210,17 +214,17 @@ def one_alone(name: str, reader: ImageReader, photos: str, batch_size: int, seco
         jax.block_until_ready(next(batches))
         return batch_size
 
-    timed(f'{name} to the device'.replace('-', ' '), to_device, seconds)
+    print_rate(f'{name} to the device'.replace('-', ' '), to_device, seconds)
 
 
-def large(photos: str, size: tuple[int, int]) -> None:
+def measure_large_photos(photos: str, size: tuple[int, int]) -> None:
     """Measures CPU time and error of crops from photos of 12 megapixels, by way of decoding.
 
     The error is the mean difference from the crop at full size, resized by averaging areas.
     """
     cv2.setNumThreads(1)
     rng, jpegs = np.random.default_rng(0), []
-    for path in files(photos)[:60:8]:
+    for path in list_files(photos)[:60:8]:
         pixels = cv2.resize(cv2.imread(str(path)), (4000, 3000), interpolation=cv2.INTER_CUBIC)
         noisy = np.clip(pixels + rng.normal(0, 6, pixels.shape), 0, 255).astype(np.uint8)
         jpegs.append(cv2.imencode('.jpg', noisy, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes())
@@ -254,12 +258,12 @@ def large(photos: str, size: tuple[int, int]) -> None:
         )
 
 
-def files(folder: str) -> list[pathlib.Path]:
+def list_files(folder: str) -> list[pathlib.Path]:
     """Lists all files in a folder and its subfolders."""
     return sorted(path for path in pathlib.Path(folder).rglob('*') if path.is_file())
 
 
-def with_a_network(
+def measure_with_model(
     reader: ImageReader, name: str, batch_size: int, seconds: float
 ) -> Callable[[], int]:
     """Measures pipeline, training step, and both together; returns the function of the pipeline."""
@@ -282,7 +286,7 @@ def with_a_network(
         jax.block_until_ready(next(batches))
         return batch_size
 
-    pipeline = timed('pipeline to the device', to_device, seconds)
+    pipeline = print_rate('pipeline to the device', to_device, seconds)
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     batch_mebibytes = batch_size * math.prod(reader.size) * 3 / 2**20
     text = f'a batch has {batch_mebibytes:.0f} MiB, at most 5 are in memory'
@@ -297,22 +301,24 @@ def with_a_network(
         jax.block_until_ready(metrics)
         return batch_size
 
-    step_alone = timed(f'step of {name} alone', lambda: update(batch), seconds)
-    timed('both together', lambda: update(next(batches)), seconds)
+    step_alone = print_rate(f'step of {name} alone', lambda: update(batch), seconds)
+    print_rate('both together', lambda: update(next(batches)), seconds)
     slower = 'the input' if pipeline.wall < step_alone.wall else 'the step'
     print(f'the bottleneck is {slower}: {min(pipeline.wall, step_alone.wall):,.0f} images/s alone')
     return to_device
 
 
-def beside_tf_data(to_device: Callable[[], int], counts: Iterator[int], seconds: float) -> None:
+def compare_with_tf_data(
+    to_device: Callable[[], int], counts: Iterator[int], seconds: float
+) -> None:
     """Measures our pipeline and tf.data in turns."""
     ratios = []
-    for _ in range(TURNS):
-        ours = timed('pipeline to the device', to_device, seconds)
-        tf_data_rate = timed('tf.data, end to end', lambda: next(counts), seconds)
+    for _ in range(ROUNDS):
+        ours = print_rate('pipeline to the device', to_device, seconds)
+        tf_data_rate = print_rate('tf.data, end to end', lambda: next(counts), seconds)
         ratios.append(ours.core / tf_data_rate.core)
     turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))
-    print(f'images/s per core, vit_jax / tf.data, in {TURNS} turns: {turns}')
+    print(f'images/s per core, vit_jax / tf.data, in {ROUNDS} turns: {turns}')
 
 
 def main() -> None:
@@ -331,20 +337,20 @@ def main() -> None:
     stored = [len(source.read(i)[0]) for i in range(len(source))]
     print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {count_cores()} cores')
     print(image_decoding.describe_decoder())
-    source = select(source, np.arange(DATA_SET) % len(source))
+    source = select(source, np.arange(NUM_IMAGES) % len(source))
     cv2.setNumThreads(1)  # as the pipeline does
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
     if arguments.alone == 'large':
-        return large(arguments.photos, reader.size)
+        return measure_large_photos(arguments.photos, reader.size)
     if arguments.alone:
-        return one_alone(arguments.alone, reader, arguments.photos, batch_size, seconds)
-    on_the_host(reader, batch_size, seconds)
-    on_simulated_cores(reader, seconds)
-    augmentation(reader, batch_size, seconds)
-    to_device = with_a_network(reader, arguments.variant, batch_size, seconds)
+        return measure_alone(arguments.alone, reader, arguments.photos, batch_size, seconds)
+    measure_host(reader, batch_size, seconds)
+    measure_simulated_cores(reader, seconds)
+    measure_augmentation(reader, batch_size, seconds)
+    to_device = measure_with_model(reader, arguments.variant, batch_size, seconds)
     if importlib.util.find_spec('tensorflow'):
-        counts = tf_data(files(arguments.photos), size, batch_size)
-        beside_tf_data(to_device, counts, seconds)
+        counts = tf_data(list_files(arguments.photos), size, batch_size)
+        compare_with_tf_data(to_device, counts, seconds)
     versions = ', '.join(
         f'{name} {importlib.metadata.version(name)}' for name in ('jax', 'opencv-python-headless')
     )

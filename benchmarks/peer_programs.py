@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 CLASSES, PIXELS, RATE = 1000, 224, 1e-3
-OURS: dict[str, dict[str, Any]] = {  # values of `config.compute`
+COMPUTE_BY_NAME: dict[str, dict[str, Any]] = {  # values of `config.compute`
     'ours': {},
     'ours, computed as in Flax': {'layout': 'batched', 'attention': 'xla'},
     'ours, remat=none': {'remat': 'none'},
@@ -31,7 +31,7 @@ def python_path(folder: str | os.PathLike[str]) -> str:
     return os.pathsep.join([str(folder), *filter(None, [os.environ.get('PYTHONPATH')])])
 
 
-class Work(NamedTuple):
+class Workload(NamedTuple):
     """The workload that all programs run."""
 
     width: int
@@ -48,13 +48,13 @@ class Work(NamedTuple):
     @classmethod
     def of(
         cls, model: Any, *, batch: int, precision: str, optimizer: str, steps: int = 1
-    ) -> 'Work':
+    ) -> 'Workload':
         """Returns the workload of a ViTConfig. A peer's interpreter may not have that class."""
         sizes = model.width, model.depth, model.mlp_dim, model.num_heads, model.patch_size[0]
         return cls(*sizes, model.pool, batch, precision, optimizer, steps)
 
 
-def ours(work: Work, compute: dict[str, Any]) -> Any:
+def trace_vit_jax(work: Workload, compute: dict[str, Any]) -> Any:
     """Returns the traced update of `vit_jax.train`, and a function that makes state and batch."""
     from benchmarks.our_step import trace_step
     from vit_jax.config import TrainConfig
@@ -85,8 +85,8 @@ def ours(work: Work, compute: dict[str, Any]) -> Any:
     return step.lowered, step.make_inputs
 
 
-def by_optax(
-    apply: Callable[..., Any], init: Callable[..., Any], work: Work, *, with_norms: bool
+def trace_with_optax(
+    apply: Callable[..., Any], init: Callable[..., Any], work: Workload, *, with_norms: bool
 ) -> Any:
     """Returns the traced step of a JAX peer, and a function that makes state and batch.
 
@@ -128,7 +128,7 @@ def by_optax(
     return jax.jit(update, donate_argnums=0).lower(jax.eval_shape(initialize), shapes), make_inputs
 
 
-def vision_transformer(path: str, work: Work) -> Any:
+def trace_vision_transformer(path: str, work: Workload) -> Any:
     """Returns the step of vision_transformer, with the model as its programs build it."""
     sys.path.insert(0, path)
     models_vit: Any = importlib.import_module('vit_jax.models_vit')
@@ -150,10 +150,10 @@ def vision_transformer(path: str, work: Work) -> Any:
         return model.apply({'params': params}, images, train=True, rngs={'dropout': key})
 
     init = functools.partial(model.init, train=False)
-    return by_optax(apply, init, work, with_norms=False)
+    return trace_with_optax(apply, init, work, with_norms=False)
 
 
-def big_vision(path: str, work: Work, *, scan: bool) -> Any:
+def trace_big_vision(path: str, work: Workload, *, scan: bool) -> Any:
     """Returns the step of big_vision.
 
     The modules of TensorFlow that it imports, but a step does not use, are replaced by stubs.
@@ -181,18 +181,18 @@ def big_vision(path: str, work: Work, *, scan: bool) -> Any:
     def apply(params: Any, images: Any, key: Any) -> Any:
         return model.apply({'params': params}, images, train=True, rngs={'dropout': key})[0]
 
-    return by_optax(apply, model.init, work, with_norms=True)
+    return trace_with_optax(apply, model.init, work, with_norms=True)
 
 
-def run_in_jax(name: str, path: str, work: Work) -> dict[str, Any]:
+def run_in_jax(name: str, path: str, work: Workload) -> dict[str, Any]:
     """Compiles one of the programs above, and runs the steps."""
     began = time.process_time()
-    if name in OURS:
-        lowered, make_inputs = ours(work, OURS[name])
+    if name in COMPUTE_BY_NAME:
+        lowered, make_inputs = trace_vit_jax(work, COMPUTE_BY_NAME[name])
     elif name == 'vision_transformer':
-        lowered, make_inputs = vision_transformer(path, work)
+        lowered, make_inputs = trace_vision_transformer(path, work)
     else:
-        lowered, make_inputs = big_vision(path, work, scan=name == SCAN)
+        lowered, make_inputs = trace_big_vision(path, work, scan=name == SCAN)
     traced = time.process_time()
     step = lowered.compile()
     compiled = time.process_time()
@@ -208,20 +208,20 @@ def run_in_jax(name: str, path: str, work: Work) -> dict[str, Any]:
 
     del state  # the first step reuses its memory
     device = jax.devices()[0]
-    seconds = timed(run_steps, work.steps, on_cpu=device.platform == 'cpu')
+    seconds = time_steps(run_steps, work.steps, on_cpu=device.platform == 'cpu')
     stats = device.memory_stats() or {}
     return {
         'seconds': seconds,
         'trace_seconds': traced - began,
         'compile_seconds': compiled - traced,
         'temporary_bytes': step.memory_analysis().temp_size_in_bytes,
-        'peak_bytes': stats.get('peak_bytes_in_use', resident()),
+        'peak_bytes': stats.get('peak_bytes_in_use', peak_bytes()),
         'device': device.device_kind,
         'versions': {'jax': jax.__version__},
     }
 
 
-def run_timm(work: Work) -> dict[str, Any]:
+def run_timm(work: Workload) -> dict[str, Any]:
     """Runs the steps with timm's model, compiled by torch."""
     timm, torch = _imported('timm'), _imported('torch')
     models = _imported('timm.models.vision_transformer')
@@ -266,17 +266,17 @@ def run_timm(work: Work) -> dict[str, Any]:
     run_steps(1)
     compiled = time.process_time()
     return {
-        'seconds': timed(run_steps, work.steps, on_cpu=not has_gpu),
+        'seconds': time_steps(run_steps, work.steps, on_cpu=not has_gpu),
         'trace_seconds': 0.0,
         'compile_seconds': compiled - began,  # includes the first step
         'temporary_bytes': None,
-        'peak_bytes': torch.cuda.max_memory_allocated() if has_gpu else resident(),
+        'peak_bytes': torch.cuda.max_memory_allocated() if has_gpu else peak_bytes(),
         'device': torch.cuda.get_device_name() if has_gpu else 'cpu',
         'versions': {'torch': torch.__version__, 'timm': timm.__version__},
     }
 
 
-def run_matmul(work: Work) -> dict[str, Any]:
+def run_matmul(work: Workload) -> dict[str, Any]:
     """Measures operations per second of large matrix products, an upper bound for train steps."""
     import jax
     import jax.numpy as jnp
@@ -297,7 +297,7 @@ def run_matmul(work: Work) -> dict[str, Any]:
             x = chain(x)
         jax.block_until_ready(x)
 
-    seconds = timed(run_steps, work.steps, on_cpu=on_cpu)
+    seconds = time_steps(run_steps, work.steps, on_cpu=on_cpu)
     return {'platform': platform, 'operations_per_second': 2 * side**3 * count / seconds}
 
 
@@ -305,7 +305,7 @@ def _imported(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def timed(make: Callable[[int], None], steps: int, *, on_cpu: bool) -> float:
+def time_steps(make: Callable[[int], None], steps: int, *, on_cpu: bool) -> float:
     """Returns seconds per step. On a CPU these are CPU seconds, which other work affects little."""
     clock = time.process_time if on_cpu else time.perf_counter
     make(1 if on_cpu else 3)  # the first steps allocate memory and load kernels
@@ -314,13 +314,13 @@ def timed(make: Callable[[int], None], steps: int, *, on_cpu: bool) -> float:
     return (clock() - began) / steps
 
 
-def resident() -> int:
+def peak_bytes() -> int:
     """Returns the peak memory of this process in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == '__main__':
-    program, folder, work = sys.argv[1], sys.argv[2], Work(**json.loads(sys.argv[3]))
+    program, folder, work = sys.argv[1], sys.argv[2], Workload(**json.loads(sys.argv[3]))
     if program == 'timm':
         result = run_timm(work)
     elif program == 'matmul':

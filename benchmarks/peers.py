@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.peer_programs import OURS, SCAN, Work, python_path
+from benchmarks.peer_programs import COMPUTE_BY_NAME, SCAN, Workload, python_path
 from vit_jax.cli import app
 from vit_jax.models import Compute, ViTConfig, count_multiply_adds, variant
 from vit_jax.models.compute import resolve_compute
@@ -32,7 +32,7 @@ _PEAKS = {'NVIDIA H100 80GB HBM3': 989e12, 'NVIDIA H200': 989e12}
 _PROGRAM = pathlib.Path(__file__).with_name('peer_programs.py')
 
 
-def turn(name: str, where: str, work: Work, cache: str) -> dict[str, Any]:
+def run_program(name: str, where: str, work: Workload, cache: str) -> dict[str, Any]:
     """Runs one round of a program in its own process.
 
     Returns its result, or `error` if it fails, for example because it runs out of memory.
@@ -46,7 +46,7 @@ def turn(name: str, where: str, work: Work, cache: str) -> dict[str, Any]:
         'TORCHINDUCTOR_CACHE_DIR': f'{cache}/torch',
         'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.92',
     }
-    if name in OURS:
+    if name in COMPUTE_BY_NAME:
         variables['PYTHONPATH'] = python_path(_PROGRAM.parents[1])
     try:
         finished = subprocess.run(
@@ -62,13 +62,15 @@ def turn(name: str, where: str, work: Work, cache: str) -> dict[str, Any]:
     return result
 
 
-def compare(
-    programs: dict[str, str], work: Work, rounds: int, *, platform: str | None = None
+def run_rounds(
+    programs: dict[str, str], work: Workload, rounds: int, *, platform: str | None = None
 ) -> dict[str, dict[str, Any]]:
     """Returns the first result of each program, with the seconds of its fastest round."""
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
-        platform = platform or turn('matmul', '', work._replace(steps=1), cache).get('platform')
+        platform = platform or run_program('matmul', '', work._replace(steps=1), cache).get(
+            'platform'
+        )
         if platform == 'cpu':  # later processes inherit these settings
             os.environ['JAX_PLATFORMS'] = 'cpu'  # else libtpu, where installed, takes 100 MB
             if hasattr(os, 'sched_setaffinity'):
@@ -78,7 +80,7 @@ def compare(
                 if 'error' in results.get(name, {}):
                     continue
                 print(f'round {number + 1} of {rounds}: {name}', file=sys.stderr, flush=True)
-                result = turn(name, where, work, cache)
+                result = run_program(name, where, work, cache)
                 first = results.setdefault(name, result)
                 if 'seconds' in result:
                     first['seconds'] = min(first['seconds'], result['seconds'])
@@ -87,16 +89,18 @@ def compare(
     return results
 
 
-def operations(name: str, config: ViTConfig, platform: str) -> int:
+def count_operations(name: str, config: ViTConfig, platform: str) -> int:
     """Returns the operations per image in matrix products and convolutions of a train step."""
-    if name not in OURS:
+    if name not in COMPUTE_BY_NAME:
         return 6 * count_multiply_adds(config)
-    compute = resolve_compute(Compute(**OURS[name]), config, platform=platform)
+    compute = resolve_compute(Compute(**COMPUTE_BY_NAME[name]), config, platform=platform)
     assert compute.last_block != 'auto'  # resolve_compute replaced it
     return 6 * count_multiply_adds(config, last_block=compute.last_block)
 
 
-def table(results: dict[str, dict[str, Any]], work: Work, config: ViTConfig) -> list[str]:
+def format_table(
+    results: dict[str, dict[str, Any]], work: Workload, config: ViTConfig
+) -> list[str]:
     """Formats a line for each result."""
     matmul = results.get('matmul', {})
     matmul_rate, platform = matmul.get('operations_per_second'), matmul.get('platform', 'cpu')
@@ -108,7 +112,7 @@ def table(results: dict[str, dict[str, Any]], work: Work, config: ViTConfig) -> 
             lines.append(f'{name:<26}{result["error"]}')
         elif name in finished:
             speed = work.batch / result['seconds']
-            rate = speed * operations(name, config, platform)
+            rate = speed * count_operations(name, config, platform)
             shares, peak = [], _PEAKS.get(result['device'])
             if peak is not None:
                 shares.append(f'{rate / peak:5.1%} of peak FLOP/s')
@@ -143,22 +147,24 @@ def main() -> None:
     parser.add_argument('--optimizer', choices=['sgd', 'adamw'], default='sgd')
     parser.add_argument('--steps', type=app.positive_int, default=1, help='steps per round')
     parser.add_argument('--rounds', type=app.positive_int, default=3)
-    parser.add_argument('--only', nargs='*', metavar='NAME', help=f'among: {"; ".join(OURS)}')
+    parser.add_argument(
+        '--only', nargs='*', metavar='NAME', help=f'among: {"; ".join(COMPUTE_BY_NAME)}'
+    )
     parser.add_argument('--out', metavar='FILE.jsonl')
     arguments = parser.parse_args()
     jax.config.update('jax_platforms', 'cpu')  # this process only counts operations
     config = variant(arguments.model, pool=arguments.pool, num_classes=1000)
     assert isinstance(config, ViTConfig), 'the peers have no such model'
     names = 'batch', 'precision', 'optimizer', 'steps'
-    work = Work.of(config, **{name: getattr(arguments, name) for name in names})
+    work = Workload.of(config, **{name: getattr(arguments, name) for name in names})
     peers = {'vision_transformer': arguments.vision_transformer, 'big_vision': arguments.big_vision}
     peers |= {SCAN: arguments.big_vision, 'timm': arguments.timm}
     if arguments.precision == 'bfloat16' and peers.pop('vision_transformer'):
         print('vision_transformer is left out: its model supports float32 only')
     programs = {'matmul': ''} | {name: where for name, where in peers.items() if where}
-    programs |= dict.fromkeys(arguments.only or OURS, '')
-    results = compare(programs, work, arguments.rounds)
-    lines = table(results, work, config)
+    programs |= dict.fromkeys(arguments.only or COMPUTE_BY_NAME, '')
+    results = run_rounds(programs, work, arguments.rounds)
+    lines = format_table(results, work, config)
     versions: dict[str, str] = {}
     for one in results.values():
         versions |= one.get('versions', {})

@@ -12,7 +12,7 @@ SLICES = 'v5e:4x4', 'v6e:4x4', 'v5p:2x2x4'
 SHARDED = ['--config.mesh.data=1', '--config.mesh.fsdp=-1']
 IMAGENET = ['--num_classes=1000', '--num_images=1281167']
 JFT = ['--num_classes=18291', '--num_images=303000000']
-NETWORKS = {
+MODELS = {
     'B/16': ['pretrain/augreg.py:i1k,B/16', *IMAGENET],
     'L/16': ['pretrain/augreg.py:i1k,L/16', *IMAGENET],
     'H/14': ['pretrain/vit.py:jft,H/14', *JFT, *SHARDED],
@@ -26,8 +26,8 @@ NETWORKS = {
 }
 
 if __name__ == '__main__':
-    for network in sys.argv[1:] or NETWORKS:
-        config, *flags = NETWORKS[network]
+    for network in sys.argv[1:] or MODELS:
+        config, *flags = MODELS[network]
         for name in SLICES:
             command = ['-m', 'vit_jax.plan', f'--config=configs/{config}', f'--topology={name}']
             command += [*flags, '--largest']

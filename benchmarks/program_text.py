@@ -33,18 +33,18 @@ class Instruction(NamedTuple):
         return re.findall(r'[\w.-]+', listed[1]) if listed else pair
 
 
-def size(types: str) -> int:
+def total_bytes(types: str) -> int:
     """Returns the bytes of all arrays in a type."""
-    return sum(sizes(types))
+    return sum(array_bytes(types))
 
 
-def sizes(types: str) -> list[int]:
+def array_bytes(types: str) -> list[int]:
     """Returns the bytes of each array in a type."""
     arrays = re.findall(r'(\w+)\[([\d,]*)\]', types)
     return [_BYTES.get(t, 0) * math.prod(map(int, filter(None, s.split(',')))) for t, s in arrays]
 
 
-def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+def parse_computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """Returns the computations of a program by name, and the name of the entry computation."""
     bodies: dict[str, list[Instruction]] = collections.defaultdict(list)
     entry = current = ''
@@ -61,7 +61,7 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
     return bodies, entry
 
 
-def trips(
+def count_iterations(
     loop: Instruction, before: dict[str, Instruction], found: dict[str, list[Instruction]]
 ) -> int:
     """Returns the number of iterations of a loop that counts from, by and up to constants.

@@ -29,7 +29,7 @@ import jax
 
 from benchmarks import peer_programs
 from benchmarks.our_step import make_config, trace_step
-from benchmarks.program_text import Instruction, computations, size, trips
+from benchmarks.program_text import Instruction, count_iterations, parse_computations, total_bytes
 from vit_jax.cli import app
 from vit_jax.data.augmentation import AUGREG_LEVELS, augreg
 from vit_jax.models import Compute, ViTConfig, variant
@@ -42,7 +42,7 @@ _CALLS = 'call', 'async-start'
 _PRODUCTS = re.compile(r'gemm|matmul|fmha|convolution|cudnn')
 
 
-def traffic(body: list[Instruction], result: str) -> int:
+def count_traffic(body: list[Instruction], result: str) -> int:
     """Returns the bytes that a fusion reads and writes. Slices and in-place updates count alone."""
     types = {one.name: one.type for one in body}
     users = collections.defaultdict(list)
@@ -57,9 +57,13 @@ def traffic(body: list[Instruction], result: str) -> int:
             continue
         uses = _uses(one.name, users)
         sliced = uses and all(use.operation in ('slice', 'dynamic-slice') for use in uses)
-        total += sum(size(use.type) for use in uses) if sliced else size(one.type)
-    written = size(result) - sum(size(one.type) for one in updates)
-    return total + max(written, 0) + sum(size(types.get(one.operands[1], '')) for one in updates)
+        total += sum(total_bytes(use.type) for use in uses) if sliced else total_bytes(one.type)
+    written = total_bytes(result) - sum(total_bytes(one.type) for one in updates)
+    return (
+        total
+        + max(written, 0)
+        + sum(total_bytes(types.get(one.operands[1], '')) for one in updates)
+    )
 
 
 def _origin(name: str, body: list[Instruction]) -> str:
@@ -78,27 +82,29 @@ def _uses(name: str, users: dict[str, list[Instruction]]) -> list[Instruction]:
 
 
 def executed(
-    found: dict[str, list[Instruction]], name: str, times: int = 1
+    bodies: dict[str, list[Instruction]], name: str, times: int = 1
 ) -> Iterator[tuple[Instruction, int, dict[str, str]]]:
     """Yields each instruction that runs, how often, and the types in its computation by name."""
-    by_name = {one.name: one for one in found[name]}
-    types = {one.name: one.type for one in found[name]}
-    for one in found[name]:
+    by_name = {one.name: one for one in bodies[name]}
+    types = {one.name: one.type for one in bodies[name]}
+    for one in bodies[name]:
         if one.operation == 'while':
-            yield from executed(found, one.called('body'), times * trips(one, by_name, found))
+            yield from executed(
+                bodies, one.called('body'), times * count_iterations(one, by_name, bodies)
+            )
         elif one.operation == 'conditional':
-            yield from executed(found, one.branches[-1], times)  # one branch runs
+            yield from executed(bodies, one.branches[-1], times)  # one branch runs
         elif one.operation in _CALLS:
-            yield from executed(found, one.called('(?:to_apply|calls)'), times)
+            yield from executed(bodies, one.called('(?:to_apply|calls)'), times)
         elif one.operation not in _FREE:
             yield one, times, types
 
 
-def cycles(text: str) -> int:
+def count_cycles(text: str) -> int:
     """Sums the cycles that the TPU compiler estimates for all instructions of a program."""
     estimates = (
         (re.search(r'estimated_cycles":"(\d+)"', one.rest), times)
-        for one, times, _ in executed(*computations(text))
+        for one, times, _ in executed(*parse_computations(text))
     )
     return sum(int(match[1]) * times for match, times in estimates if match)
 
@@ -113,9 +119,9 @@ class Kernel(NamedTuple):
     operations: int | None  # operations of a matrix product; None if unknown
 
 
-def kernels(text: str) -> Iterator[Kernel]:
+def list_kernels(text: str) -> Iterator[Kernel]:
     """Yields the kernels of a GPU program in order."""
-    bodies, entry = computations(text)
+    bodies, entry = parse_computations(text)
     for one, times, types in executed(bodies, entry):
         body = bodies[one.called('calls')] if one.operation == 'fusion' else []
         moved = operations = None
@@ -123,12 +129,14 @@ def kernels(text: str) -> Iterator[Kernel]:
             inside = {part.name: part.type for part in body} or types
             operations = sum(_operations(part, inside) or 0 for part in body or [one]) or None
         elif body:
-            moved = traffic(body, one.type)
+            moved = count_traffic(body, one.type)
         elif 'slice' in one.operation:
             updates = one.operation == 'dynamic-update-slice'
-            moved = 2 * size(types.get(one.operands[1], '') if updates else one.type)
+            moved = 2 * total_bytes(types.get(one.operands[1], '') if updates else one.type)
         else:
-            moved = sum(size(types.get(operand, '')) for operand in one.operands) + size(one.type)
+            moved = sum(
+                total_bytes(types.get(operand, '')) for operand in one.operands
+            ) + total_bytes(one.type)
         yield Kernel(one.name, one.type, times, moved, operations)
 
 
@@ -147,9 +155,9 @@ def _shape(kind: str) -> list[int]:
     return [int(side) for side in match[1].split(',') if side] if match else []
 
 
-def count(text: str) -> tuple[int, int]:
+def count_kernels(text: str) -> tuple[int, int]:
     """Returns the number of kernels, and the bytes of those that are not matrix products."""
-    program_kernels = [*kernels(text)]
+    program_kernels = [*list_kernels(text)]
     moved = sum(one.times * one.moved for one in program_kernels if one.moved is not None)
     return sum(one.times for one in program_kernels), moved
 
@@ -159,18 +167,18 @@ def _is_product(one: Instruction) -> bool:
     return one.operation in ('dot', 'convolution') or is_call
 
 
-def network(asked: argparse.Namespace) -> ViTConfig:
+def make_model_config(asked: argparse.Namespace) -> ViTConfig:
     """Returns the model with the pooling and depth of the flags."""
     model = variant(asked.model, pool=asked.pool)
     assert isinstance(model, ViTConfig)
     return dataclasses.replace(model, depth=asked.depth or model.depth)
 
 
-def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
+def trace_vit_jax_step(asked: argparse.Namespace, device: jax.Device) -> Any:
     """Returns the traced update of `vit_jax.train` for a device."""
     fields: dict[str, Any] = dict(text.split('=') for text in asked.compute)
     fields |= {'unroll': int(fields['unroll'])} if 'unroll' in fields else {}
-    config = make_config(network(asked), asked.batch, compute=Compute(**fields))
+    config = make_config(make_model_config(asked), asked.batch, compute=Compute(**fields))
     if asked.augreg is not None:
         config = dataclasses.replace(config, augmentation=augreg(asked.augreg))
     step = trace_step(config, num_classes=1000, devices=[device])
@@ -178,12 +186,14 @@ def our_step(asked: argparse.Namespace, device: jax.Device) -> Any:
     return step.lowered
 
 
-def their_step(asked: argparse.Namespace, device: jax.Device) -> Any:
+def trace_big_vision_step(asked: argparse.Namespace, device: jax.Device) -> Any:
     """Returns the traced step of big_vision for the same model and batch."""
-    model = network(asked)
-    work = peer_programs.Work.of(model, batch=asked.batch, precision='bfloat16', optimizer='adamw')
+    model = make_model_config(asked)
+    work = peer_programs.Workload.of(
+        model, batch=asked.batch, precision='bfloat16', optimizer='adamw'
+    )
     with jax.default_device(device):
-        return peer_programs.big_vision(asked.big_vision, work, scan=asked.scan)[0]
+        return peer_programs.trace_big_vision(asked.big_vision, work, scan=asked.scan)[0]
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -215,14 +225,16 @@ def main() -> None:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)
     topology = ahead_of_time.find_topology(arguments.topology)
-    lowered = (their_step if arguments.big_vision else our_step)(arguments, topology.devices[0])
+    lowered = (trace_big_vision_step if arguments.big_vision else trace_vit_jax_step)(
+        arguments, topology.devices[0]
+    )
     began = time.process_time()
     program = ahead_of_time.compile_for(topology, lowered, options=dict(arguments.xla))
     seconds, text = time.process_time() - began, program.as_text()
     if topology.devices[0].platform == 'tpu':
-        counts = f'{cycles(text) / 1e6:,.1f} M cycles'
+        counts = f'{count_cycles(text) / 1e6:,.1f} M cycles'
     else:
-        kernels, moved = count(text)
+        kernels, moved = count_kernels(text)
         megabytes = moved / arguments.batch / 1e6
         counts = f'{kernels:,} kernels, {megabytes:,.0f} MB per image outside matrix products'
     temporary = program.memory_analysis().temp_size_in_bytes / 1e9

@@ -139,7 +139,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
             evaluator = make_feature_evaluator(
                 experiment.model, experiment.preprocessing, experiment.evaluator.batches
             )
-            evaluator.compile(state.eval_params, experiment.train)
+            evaluator.compile(state.eval_params, experiment.train_reader)
 
 
 def main(names: list[str]) -> None:

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import device, fault_injection
-from benchmarks.communication import Sent, least, sent
+from benchmarks.communication import Traffic, count_sent_bytes, minimum_sent_bytes
 from benchmarks.device import LIMITS, Results
 from benchmarks.fault_injection import Outcome
 from tests import tiny
@@ -91,7 +91,7 @@ def test_what_is_sent_in_a_loop_counts_as_often_as_it_runs(kind):
 
     x = jax.ShapeDtypeStruct((8 * 64,), 'float32')
     text = jax.jit(loop).lower(x).compile().as_text()
-    assert sent(text, 8) == {kind: Sent(STEPS, STEPS * ring * SIZE)}
+    assert count_sent_bytes(text, 8) == {kind: Traffic(STEPS, STEPS * ring * SIZE)}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_least_is_that_of_rings(data, fsdp, expected):
     mesh = meshes.make_mesh(MeshConfig(data=data, fsdp=fsdp))
     split = NamedSharding(mesh, PartitionSpec(None, 'fsdp' if fsdp > 1 else None))
     kernel = jax.ShapeDtypeStruct((16, 64), 'float32', sharding=split)
-    assert least([kernel], mesh, itemsize=2) == expected * 16 * 64 * 2
+    assert minimum_sent_bytes([kernel], mesh, itemsize=2) == expected * 16 * 64 * 2
 
 
 def test_the_least_over_tensor_is_a_sum_of_each_branch_forward_and_backward():
@@ -110,10 +110,12 @@ def test_the_least_over_tensor_is_a_sum_of_each_branch_forward_and_backward():
     kernel = jax.ShapeDtypeStruct((16,), 'float32', sharding=NamedSharding(mesh, PartitionSpec()))
     of_gradient = 2 * 3 / 4 * 16 * 2  # over data and fsdp
     of_branches = 2 * (2 * 1 / 2) * 1000 * 2
-    assert least([kernel], mesh, itemsize=2, branches=1000) == of_gradient + of_branches
+    assert (
+        minimum_sent_bytes([kernel], mesh, itemsize=2, branches=1000) == of_gradient + of_branches
+    )
 
 
-ROWS = {name: attempt for name, (_, attempt) in fault_injection.rows(2).items()}
+ROWS = {name: attempt for name, (_, attempt) in fault_injection.make_rows(2).items()}
 TESTS = {
     name: row.args for name, row in ROWS.items() if getattr(row, 'func', 0) is fault_injection.tests
 }

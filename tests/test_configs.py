@@ -63,7 +63,7 @@ def test_a_small_folder_is_not_trained_in_silence(num_images):
     config.model = tiny.model(num_classes=None)
     length = build_experiment(with_dummy_data(config, num_classes=6, num_images=num_images)).length
     intervals = (
-        length.log_interval(config.log_every_steps),
+        length.log_interval_steps(config.log_every_steps),
         length.interval(config.eval_every_steps),
     )
     one = config.batch_size  # an epoch is rounded to steps

@@ -88,7 +88,7 @@ def test_every_command_of_a_page_can_be_typed(page, tmp_path):
 @functools.cache
 def fields():
     """All fields of configurations, and the records that hold them; NAME is any name in a dict."""
-    found = {*config_help.paths(TrainConfig), *config_help.paths(Study)}
+    found = {*config_help.field_paths(TrainConfig), *config_help.field_paths(Study)}
     return found | {path.rpartition('.')[0] for path in found}
 
 

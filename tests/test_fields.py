@@ -135,12 +135,12 @@ def effects(config):
     """Yields the arrays and their places, the programs, and the first batches, as text."""
     experiment = build_experiment(config)
     state = training_run.abstract_state(experiment)
-    evaluated = {name: len(one.source) for name, one in experiment.evals.items()}
+    evaluated = {name: len(one.source) for name, one in experiment.eval_readers.items()}
     yield f'{state} {evaluated} {experiment.length}'
     yield program(experiment.init)
     digest = hashlib.sha256()
     for batch in training_batches(
-        experiment.evaluator.batches.make_loader(experiment.train),
+        experiment.evaluator.batches.make_loader(experiment.train_reader),
         steps=range(2),
         batch_size=experiment.config.batch_size,
         seed=config.seed,
@@ -153,7 +153,7 @@ def effects(config):
         experiment.update, state, abstract_batch(experiment.mesh, config.batch_size, size)
     )
     evaluator = experiment.evaluator
-    for reader in experiment.evals.values():
+    for reader in experiment.eval_readers.values():
         yield program(evaluator.step, state.eval_params, evaluator.batches.abstract(reader))
 
 

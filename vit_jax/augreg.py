@@ -21,7 +21,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints the table of short names, or the checkpoints of one variant."""
     if arguments.name is not None:
         is_url = arguments.index.startswith(('gs://', 'https://'))
-        path = str(remote.fetch(arguments.index)[0]) if is_url else arguments.index
+        path = str(remote.fetch_url(arguments.index)[0]) if is_url else arguments.index
         _print_variant(published.read_index(path), arguments.name, arguments.download)
         return 0
     require(not arguments.download, '--download: NAME is missing; pass a variant, such as B/16')
@@ -44,7 +44,7 @@ def _print_variant(rows: list[Row], name: str, download: bool) -> None:
         print(f'  fine-tuned on {where}: {accuracies}  {row.adapt_filename}')
     if download:
         short = {file.address: short for short, file in FILES.items()}
-        local = remote.local(short.get(address, address))
+        local = remote.fetch(short.get(address, address))
         print('\n'.join([*local.origin, f'local     {local.path}']))
 
 

@@ -24,7 +24,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 FORMAT = 4  # format number of work directories; increases when their files change
 # Kinds of lines in metrics.jsonl that are not names of evaluations.
-_RESERVED = 'train', 'fewshot', 'skipped'
+_RESERVED_KINDS = 'train', 'fewshot', 'skipped'
 
 
 def default(kind: type) -> Any:
@@ -111,8 +111,8 @@ class TrainConfig(Record):
         distinct = len({*self.classes}) == len(self.classes)
         require(distinct, f'classes={self.classes}: expected distinct names')
         for name in self.evals:
-            fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED
-            wanted = f'letters, digits, _ and -, but not {" or ".join(_RESERVED)}'
+            fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED_KINDS
+            wanted = f'letters, digits, _ and -, but not {" or ".join(_RESERVED_KINDS)}'
             require(fits, f'evals: {name!r} is not a valid name; expected {wanted}')
         both = self.evals and self.eval_split != 'test'
         require(not both, f'eval_split={self.eval_split!r}: not used with evals; set evals.*.split')

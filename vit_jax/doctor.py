@@ -113,18 +113,18 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
             folder = workdir.folder
             _say('workdir', f'{folder}: writable')
             has_begun = bool(digests.list_steps(folder / FOLDER))
-        model, count = experiment.model.config, len(experiment.train.source)
-        classes = plural(len(experiment.train.source.class_names), 'class')
+        model, count = experiment.model.config, len(experiment.train_reader.source)
+        classes = plural(len(experiment.train_reader.source.class_names), 'class')
         _say('data', f'{plural(count, "training image")}, {classes}')
-        _say('model', f'{count_params(model):,} parameters, {meshes.describe(experiment.mesh)}')
+        _say('model', f'{count_params(model):,} parameters, {meshes.format_mesh(experiment.mesh)}')
         _say('length', plural(experiment.length.total_steps, 'step'))
         job.reset_watchdog()
         training_run.lower_update(experiment, training_run.abstract_state(experiment))
         _say('step', 'traced (model, loss and optimizer update)')
-        if experiment.start is not None and not has_begun:
+        if (start := experiment.start_from) is not None and not has_begun:
             job.reset_watchdog()
-            experiment.transfer_params(experiment.start, jax.eval_shape(experiment.init).params)
-            _say('start_from', f'{experiment.start.path} fits the model')
+            experiment.transfer_params(start, jax.eval_shape(experiment.init).params)
+            _say('start_from', f'{start.path} fits the model')
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ import numpy as np
 
 from vit_jax.base import UserError, atomic_write, make_folder, plural, records, write_json
 from vit_jax.checkpoints.formats import array_files
-from vit_jax.checkpoints.remote import shown
+from vit_jax.checkpoints.remote import redact
 from vit_jax.cli import app, output
 from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener
 from vit_jax.evaluation import head
@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
             relabeled=_are_relabeled(open_split, arguments, split),
             watch=functools.partial(bar.track, total=total, description='batches'),
         )
-    images, classes = plural(report.images, 'image'), plural(len(report.classes), 'class')
+    images, classes = plural(report.num_images, 'image'), plural(len(report.classes), 'class')
     print(f'{arguments.data}, {split}: {images} of {classes}')
     if arguments.by_order or not loaded.class_names:
         pairs = [f'{number} = {name}' for number, name in enumerate(source.class_names)]
@@ -125,11 +125,11 @@ def _write_files(
 ) -> None:
     """Writes the metrics with the evaluation settings, and the confusion matrix."""
     values = {'data': arguments.data, 'labels': arguments.labels, **measured} | {
-        'checkpoint': shown(arguments.checkpoint),
+        'checkpoint': redact(arguments.checkpoint),
         'origin': loaded.origin,
         'image_size': list(loaded.config.image_size),
         'preprocessing': records.to_dict(loaded.preprocessing),
-        'images': report.images,
+        'images': report.num_images,
         'means': {n: x if math.isfinite(x) else None for n, x in report.means.items()},
         'classes': report.classes,
     }

@@ -25,7 +25,7 @@ from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import ImageInfo, SplitReport
 from vit_jax.data.sources.base import Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits
-from vit_jax.experiment.build import label_problems, make_readers, open_start, resolve_preprocessing
+from vit_jax.experiment.build import check_labels, make_readers, open_start, resolve_preprocessing
 from vit_jax.figures import bitmaps
 from vit_jax.training.duration import make_train_length
 from vit_jax.training.losses import make_targets
@@ -96,7 +96,7 @@ def _open_parts(
     train, tests = open_split(config.train_split), {split: open_split(split) for split in own}
     tests = {split: source for split, source in tests.items() if source is not None}
     if train is not None:
-        problems += label_problems(config, train, tests)
+        problems += check_labels(config, train, tests)
         if config.total is not None:
             sizes = {'batch_size': config.batch_size, 'num_images': len(train)}
             problems.catch(make_train_length, config.total, **sizes)

@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> int:
     compute, mesh, model = experiment.compute, experiment.mesh, experiment.model.config
     count, kind = len(where.devices), where.devices[0].device_kind
     print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
-    print(f'mesh        {meshes.describe(mesh)}')
+    print(f'mesh        {meshes.format_mesh(mesh)}')
     print(f'model       {count_params(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')
     parts = mesh.shape['data'] * mesh.shape['fsdp']

@@ -111,7 +111,7 @@ def _compute_outputs(
 
 
 @contextlib.contextmanager
-def open_output(path: str | None, form: str) -> Iterator[Any]:
+def open_output(path: str | None, output_format: str) -> Iterator[Any]:
     """Opens stdout if `path` is None, else a file that replaces `path` when it is complete.
 
     CSV files start with a byte order mark, which Excel needs to detect UTF-8.
@@ -119,7 +119,7 @@ def open_output(path: str | None, form: str) -> Iterator[Any]:
     if path is None:
         yield sys.stdout
         return
-    encoding = 'utf-8-sig' if form == 'csv' else 'utf-8'
+    encoding = 'utf-8-sig' if output_format == 'csv' else 'utf-8'
     with (
         atomic_write(pathlib.Path(path)) as partial,
         open(partial, 'w', encoding=encoding, errors='surrogateescape') as file,

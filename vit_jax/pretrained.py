@@ -37,8 +37,8 @@ ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files, so it cannot classify; '
     'fine-tune it, or use the features'
 )
-_PROJECTS = 'the head is a projection for comparison with text embeddings and has no classes'
-_REGRESSES = (
+_PROJECTION_HEAD = 'the head is a projection for comparison with text embeddings and has no classes'
+_REGRESSION_HEAD = (
     'the head is a regression, or one output of unknown meaning, and has no classes; '
     'call `logits` in Python to get its output'
 )
@@ -136,17 +136,17 @@ class LoadedModel:
     @functools.cached_property
     def is_classifier(self) -> bool:
         """Whether the model has a trained head for classes."""
-        has_classes = not (self.card.projects or self.card.is_regression)
+        has_classes = not (self.card.is_projection or self.card.is_regression)
         return has_classes and has_trained_head(self.params)
 
-    def require_head(self, *, of_classes: bool = True) -> None:
-        """Raises UserError without a trained head, or with `of_classes`, without a classifier."""
+    def require_head(self, *, classifier: bool = True) -> None:
+        """Raises UserError without a trained head, or with `classifier`, without a classifier."""
         if self.config.num_classes is None:
             raise UserError('the checkpoint has no head; use its features, or fine-tune it')
-        if self.card.projects:
-            require(not of_classes, f'{_PROJECTS}; use logits or features, or fine-tune it')
+        if self.card.is_projection:
+            require(not classifier, f'{_PROJECTION_HEAD}; use logits or features, or fine-tune it')
         elif self.card.is_regression:
-            require(not of_classes, _REGRESSES)
+            require(not classifier, _REGRESSION_HEAD)
         elif not self.is_classifier:
             raise UserError(ZERO_HEAD)
 
@@ -189,7 +189,7 @@ class LoadedModel:
           names: Any of logits, probabilities and features.
         """
         if set(names) - {'features'}:
-            self.require_head(of_classes='probabilities' in names)
+            self.require_head(classifier='probabilities' in names)
         return _to_host(self._outputs(self.params, self._check_images(images), names))
 
     def capture(
@@ -321,10 +321,10 @@ def _head_remarks(card: Card, params: Params) -> list[str]:
     lines = []
     if card.model.num_classes is not None and not has_trained_head(params):
         lines.append(ZERO_HEAD)
-    if card.projects:
-        lines.append(_PROJECTS)
+    if card.is_projection:
+        lines.append(_PROJECTION_HEAD)
     elif card.is_regression:
-        lines.append(_REGRESSES)
+        lines.append(_REGRESSION_HEAD)
     elif card.loss not in (None, 'softmax', 'sigmoid'):
         lines.append(f'trained with the loss {card.loss}: probabilities are softmax of the logits')
     return lines

@@ -24,7 +24,7 @@ from vit_jax.studies.history import History
 
 _DASHES = '-', '--', '-.', (0, (6, 1.5, 1, 1.5, 1, 1.5))
 _MAX_EVENTS = 100
-_WHOLE = (
+_CURVES_TEXT = (
     'Dotted: mean over augmented training images since the last report. Others: evaluated splits.'
 )
 _FEWSHOT = 'Accuracy of probes on frozen features; linear accuracies are means over seeds.'
@@ -33,8 +33,8 @@ _SPEED = 'Includes waiting for data; excludes evaluation and saving.'
 Scale = Literal['linear', 'magnitudes', 'percent']
 # Title, pattern of KIND/NAME as in metrics.jsonl, scale of the y axis, text.
 _CURVES: tuple[tuple[str, str, Scale, str], ...] = (
-    ('Loss', r'(?!skipped)[^/]+/loss', 'linear', _WHOLE),
-    ('Accuracy', r'[^/]+/accuracy', 'percent', _WHOLE),
+    ('Loss', r'(?!skipped)[^/]+/loss', 'linear', _CURVES_TEXT),
+    ('Accuracy', r'[^/]+/accuracy', 'percent', _CURVES_TEXT),
     ('Few-shot accuracy', r'fewshot/.*_accuracy', 'percent', _FEWSHOT),
     ('Learning rate', 'train/learning_rate', 'linear', 'Warm-up, then decay.'),
     ('Gradient norm', 'train/gradient_norm', 'magnitudes', _NORM),

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from vit_jax.base import UserError, atomic_write, make_folder, records, require, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.cli import app
-from vit_jax.distributed.processes import INTERRUPTED, REQUEUE
+from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE
 from vit_jax.experiment import workdirs
 from vit_jax.studies import planned_runs, results
 from vit_jax.studies.config import Study
@@ -85,7 +85,7 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
             continue
         print(f'{label}  starts', flush=True)
         code = _wait(subprocess.Popen([sys.executable, *command], start_new_session=True))
-        if code in (INTERRUPTED, REQUEUE):
+        if code in (EXIT_INTERRUPTED, REQUEUE):
             return code
         if code:
             print(f'{label}  failed with exit code {code}', flush=True)
@@ -109,7 +109,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     for number, handler in before.items():
         signal.signal(number, handler)
     if received:
-        return INTERRUPTED if received[0] == signal.SIGINT else REQUEUE
+        return EXIT_INTERRUPTED if received[0] == signal.SIGINT else REQUEUE
     return code
 
 

@@ -20,7 +20,7 @@ from vit_jax.training.losses import LossConfig
 # Fields that select images. `next_command` repeats the fields that differ from their defaults.
 _HELD_OUT = 'held_out.fraction', 'held_out.seed'
 _LOADER = 'loader.on_unreadable', 'loader.max_pixels'
-_FIELDS = 'train_split', 'eval_split', 'classes', *_HELD_OUT, *_LOADER
+_IMAGE_FIELDS = 'train_split', 'eval_split', 'classes', *_HELD_OUT, *_LOADER
 
 
 def main(arguments: argparse.Namespace, job: Job) -> int:
@@ -37,13 +37,13 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         return 0
     few_shot = f'; {probing.summarize(result.fewshot)}' if result.fewshot else ''
     print(f'\nreached    {reporter.summarize_evals(result.evals)}{few_shot}')
-    if skipped := result.reporter.skipped:
+    if skipped := result.reporter.skipped_images:
         times = plural(skipped, 'time')
         print(f'skipped    unreadable training images were skipped {times}')
     print(f'checkpoint {result.checkpoint}')
     print(f'metrics    {result.folder / METRICS}')
     print(f'time       {reporter.format_seconds(result.reporter.clock.seconds)}')
-    if earlier := result.reporter.earlier:
+    if earlier := result.reporter.earlier_seconds:
         print(f'earlier    {reporter.format_seconds(earlier)}')
     if command := next_command(result.experiment.config, str(result.folder)):
         print(f'next       {command}')
@@ -62,7 +62,7 @@ def next_command(config: TrainConfig, workdir: str) -> str | None:
     if config.start_from is not None and config.objective is None:
         words = ['evaluate', workdir, f'--data={config.data}']
     else:
-        for name in _FIELDS:
+        for name in _IMAGE_FIELDS:
             value_of = operator.attrgetter(name)
             if value_of(config) != value_of(TrainConfig(data='')):
                 values[name] = value_of(config)

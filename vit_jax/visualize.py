@@ -22,14 +22,14 @@ from rich.progress import Progress
 
 from vit_jax.base import UserError, atomic_write, make_folder, plural, records, require, usable
 from vit_jax.checkpoints.formats.array_files import write_npz
-from vit_jax.checkpoints.remote import shown, to_path
+from vit_jax.checkpoints.remote import redact, to_path
 from vit_jax.cli import app, output
 from vit_jax.data.loading import make_reader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import is_image, loose_images, unlabeled_source
 from vit_jax.data.sources.opening import EXPECTED, make_opener
 from vit_jax.figures import figure as figures
-from vit_jax.figures.figure import NAMES, Figure, Images, Network
+from vit_jax.figures.figure import NAMES, Figure, Images, PlacedModel
 from vit_jax.figures.page import Picture, Section, render_page
 from vit_jax.pretrained import LoadedModel, load
 
@@ -44,12 +44,12 @@ def main(arguments: argparse.Namespace) -> int:
     chosen, folder = select_figures(arguments.figures), pathlib.Path(arguments.out)
     make_folder(folder)
     with output.progress_bar() as bar:
-        networks, images, lines, problems = _open(arguments, bar)
+        models, images, lines, problems = _open(arguments, bar)
         if any(figure.needs_images for figure in chosen.values()):
-            for network in networks:
-                figures.require_finite(images, network)
+            for model in models:
+                figures.require_finite(images, model)
         sections = [
-            _make_section(folder, name, figure, images, networks)
+            _make_section(folder, name, figure, images, models)
             for name, figure in bar.track(chosen.items(), description='figures')
         ]
     with usable(folder), atomic_write(folder / PAGE) as partial:
@@ -68,10 +68,10 @@ def select_figures(names: str | None) -> dict[str, Figure]:
 
 def _open(
     arguments: argparse.Namespace, bar: Progress
-) -> tuple[list[Network], Images, list[str], list[str]]:
+) -> tuple[list[PlacedModel], Images, list[str], list[str]]:
     """Returns the models on the devices, the images, lines about both, and unreadable images."""
     source = _open_images(arguments.images, arguments.split)
-    loaded = _load_networks(arguments)
+    loaded = _load_models(arguments)
     lines = [f'{name}: {"; ".join(one.report[1:])}' for name, one in loaded.items()]
     print('\n'.join(lines), file=sys.stderr)
 
@@ -87,7 +87,7 @@ def _open(
     ]
     indices, problems = figures.find_readable(readers[0], arguments.num_images, progress)
     size, mesh = figures.choose_batch(len(indices), arguments.batch_size)
-    networks = [
+    models = [
         figures.put_on_devices(name, one, reader, mesh)
         for (name, one), reader in zip(loaded.items(), readers, strict=True)
     ]
@@ -95,20 +95,20 @@ def _open(
     unreadable = f'; {len(problems):,} unreadable' if problems else ''
     used = plural(len(images.used_indices()), 'image')
     lines = [
-        f'Command: vit_jax visualize {shlex.join(map(shown, sys.argv[1:]))}',
+        f'Command: vit_jax visualize {shlex.join(map(redact, sys.argv[1:]))}',
         f'Images: {used} of {arguments.images} in batches of {size}{unreadable}.',
         *lines,
     ]
-    return networks, images, lines, problems
+    return models, images, lines, problems
 
 
-def _load_networks(arguments: argparse.Namespace) -> dict[str, LoadedModel]:
+def _load_models(arguments: argparse.Namespace) -> dict[str, LoadedModel]:
     """Loads the models by name. Raises UserError for a model that does not take 3 channels."""
     loaded = dict[str, LoadedModel]()
-    for name, path in zip(name_networks(arguments.checkpoints), arguments.checkpoints, strict=True):
+    for name, path in zip(name_models(arguments.checkpoints), arguments.checkpoints, strict=True):
         loaded[name] = load(path, **app.checkpoint_options(arguments))
         channels = loaded[name].config.channels
-        require(channels == 3, f'{shown(path)}: got a model for {channels} channels; expected 3')
+        require(channels == 3, f'{redact(path)}: got a model for {channels} channels; expected 3')
     return loaded
 
 
@@ -127,7 +127,7 @@ def _open_images(data: str, split: str | None) -> Source:
     return open_split(data, split or 'test')
 
 
-def name_networks(paths: Sequence[str]) -> list[str]:
+def name_models(paths: Sequence[str]) -> list[str]:
     """Names models by the fewest last parts of their paths that make the names unique."""
     endings = re.compile(r'[.](npz|safetensors|bin|pth?)(?=:|$)')
     parts = [
@@ -142,13 +142,13 @@ def name_networks(paths: Sequence[str]) -> list[str]:
 
 
 def _make_section(
-    folder: pathlib.Path, name: str, figure: Figure, images: Images, networks: Sequence[Network]
+    folder: pathlib.Path, name: str, figure: Figure, images: Images, models: Sequence[PlacedModel]
 ) -> Section:
     """Computes and draws a figure, of each model or of all together, or says why it cannot."""
     from vit_jax.figures import style  # matplotlib is an extra
 
     pictures, left_out = list[Picture](), list[str]()
-    for compared in [networks] if figure.compares_models else [[one] for one in networks]:
+    for compared in [models] if figure.compares_models else [[one] for one in models]:
         stem = name if figure.compares_models else f'{name}-{compared[0].name}'
         prefix = '' if figure.compares_models else f'{compared[0].name}: '
         try:

@@ -57,10 +57,10 @@ def server(tmp_path):
 
 
 def read(name=NAME):
-    return pathlib.Path(remote.local(name).path).read_bytes()
+    return pathlib.Path(remote.fetch(name).path).read_bytes()
 
 
-def rejection(name, use=remote.local):
+def rejection(name, use=remote.fetch):
     with pytest.raises(UserError) as error:
         use(name)
     assert '\n' not in str(error.value)
@@ -68,11 +68,11 @@ def rejection(name, use=remote.local):
 
 
 def test_a_file_is_downloaded_once_and_reported_with_its_url_and_digest(server, tmp_path):
-    found = remote.local(NAME)
+    found = remote.fetch(NAME)
     path = pathlib.Path(found.path)
     assert path.read_bytes() == DATA and path.is_relative_to(tmp_path / 'cache')
     assert found.origin == (f'{server.url}{FILE}', f'SHA-256 {DIGEST}')
-    assert remote.local(NAME) == found
+    assert remote.fetch(NAME) == found
     assert server.requests == [('GET', FILE)]
 
 
@@ -91,7 +91,7 @@ def test_a_digest_in_the_name_is_compared(server):
     assert read(f'{NAME}#sha256={DIGEST.upper()}') == DATA
     assert DIGEST in rejection(f'{NAME}#sha256={"0" * 64}')
     assert read() == DATA
-    pathlib.Path(remote.local(NAME).path).write_bytes(DATA[:-1] + b'?')  # damaged in the cache
+    pathlib.Path(remote.fetch(NAME).path).write_bytes(DATA[:-1] + b'?')  # damaged in the cache
     assert read(f'{NAME}#sha256={DIGEST}') == DATA
 
 
@@ -104,9 +104,9 @@ def test_a_status_is_named_and_nothing_is_kept(server, status):
 
 
 def test_without_a_server_the_cache_is_enough(server, monkeypatch):
-    found = remote.local(NAME)
+    found = remote.fetch(NAME)
     server.server_close()
-    assert remote.local(NAME) == found
+    assert remote.fetch(NAME) == found
     assert rejection('gs://bucket/other.npz').startswith('gs://bucket/other.npz: ')
 
 
@@ -126,12 +126,12 @@ def test_a_cache_that_cannot_be_written_is_named(server, monkeypatch):
 
 
 def test_a_subtree_stands_before_a_query_which_may_contain_colons(server):
-    path = remote.local(NAME).path
-    assert remote.local(f'{NAME}:img').path == f'{path}:img'
+    path = remote.fetch(NAME).path
+    assert remote.fetch(f'{NAME}:img').path == f'{path}:img'
     server.answers['/a.npz'] = web.Answer(DATA)
     name = f'{server.url}/a.npz:img?se=00:00:00Z&sig=secret'
-    assert remote.local(f'{name}#sha256={DIGEST}').path.endswith('/a.npz:img')
-    assert remote.to_path(name) == remote.shown(name) == f'{server.url}/a.npz:img'
+    assert remote.fetch(f'{name}#sha256={DIGEST}').path.endswith('/a.npz:img')
+    assert remote.to_path(name) == remote.redact(name) == f'{server.url}/a.npz:img'
 
 
 SECRETS = [
@@ -150,7 +150,7 @@ SECRETS = [
 @pytest.mark.parametrize('name', SECRETS)
 def test_a_secret_in_a_name_is_in_no_message(name, server):
     messages = rejection(name), rejection(name, remote.require_local)
-    assert not any('secret' in text for text in (*messages, remote.shown(name)))
+    assert not any('secret' in text for text in (*messages, remote.redact(name)))
 
 
 def test_a_secret_in_a_url_is_in_no_file(server, tmp_path):
@@ -188,7 +188,7 @@ LOCAL = 'x.npz', '/a/b', 'C:\\x', 'C:/x', 'x.npz:img', 'a/b', '', 'vit', 'hf', '
 
 @pytest.mark.parametrize('path', LOCAL)
 def test_a_path_and_a_work_directory_on_a_bucket_stay_as_they_are(path):
-    assert remote.local(path) == remote.Local(path)
+    assert remote.fetch(path) == remote.Local(path)
 
 
 def test_a_checkpoint_is_not_written_to_a_remote_name():
@@ -210,7 +210,7 @@ def test_a_published_file_is_as_large_as_the_network_of_its_name(name):
     if collection == 'vit' and pretrained:  # whose heads have a hidden layer
         config.representation_size = config.width
     mebibytes = 4 * count_params(config) / 2**20
-    assert abs(published.find(name).mebibytes - mebibytes) < 1
+    assert abs(published.find_published(name).mebibytes - mebibytes) < 1
 
 
 def add(server, revisions, name='owner/name'):
@@ -235,11 +235,11 @@ def test_a_revision_is_a_branch_or_a_commit_which_is_used_without_a_request(serv
     other = FILES | {'config.json': FILES['config.json'] + b'\n'}
     add(server, {'v1': other, 'refs/pr/1': FILES})
     commit = web.commit_of(other)
-    found = remote.local('hf:owner/name@v1')
+    found = remote.fetch('hf:owner/name@v1')
     assert found.path.endswith(commit)
-    assert remote.local('hf:owner/name@refs/pr/1') == remote.local('hf:owner/name') != found
+    assert remote.fetch('hf:owner/name@refs/pr/1') == remote.fetch('hf:owner/name') != found
     server.requests.clear()
-    assert remote.local(f'hf:owner/name@{commit}') == found
+    assert remote.fetch(f'hf:owner/name@{commit}') == found
     assert not server.requests
 
 
@@ -258,7 +258,7 @@ SHARDS |= {'model.safetensors.index.json': b'{}'}
 )
 def test_one_kind_of_weights_and_the_descriptions_are_downloaded(server, weights, others):
     add(server, {'main': REST | weights | dict.fromkeys([*others, 'README.md'], b'1')})
-    found = remote.local('hf:owner/name')
+    found = remote.fetch('hf:owner/name')
     assert downloaded(server) == {*REST, *weights}
     assert len(found.origin) == 1 + len(weights)
 
@@ -292,14 +292,14 @@ def test_an_answer_without_a_repository_is_one_sentence(server, answer):
 def test_a_repository_without_weights_is_rejected(server):
     add(server, {'main': {'README.md': b'1', 'config.json': b'{}'}})
     with pytest.raises(MissingFile, match='owner/name.*model.safetensors'):
-        remote.local('hf:owner/name')
+        remote.fetch('hf:owner/name')
 
 
 def test_offline_the_hubs_cache_is_enough(server):
-    found = remote.local('hf:owner/name')
+    found = remote.fetch('hf:owner/name')
     server.requests.clear()
     with environment(HF_HUB_OFFLINE='1'):
-        assert remote.local('hf:owner/name') == found
+        assert remote.fetch('hf:owner/name') == found
         assert 'hf:owner/other' in rejection('hf:owner/other')
     assert not server.requests
 

@@ -80,7 +80,7 @@ def test_a_checkpoint_is_read_and_resumed_whatever_the_name_of_its_folder(tmp_pa
     checkpoints.close()
     chex.assert_trees_all_equal((params, training), like)
     alone = tmp_path / 'alone' / name
-    store.save_alone(alone, PARAMS, CARD)
+    store.write_standalone(alone, PARAMS, CARD)
     for path in folder, alone:
         chex.assert_trees_all_equal(store.load_params(str(path)), PARAMS)
         assert store.count_params(store.checkpoint_folder(str(path))) == 72

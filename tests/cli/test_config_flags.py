@@ -136,7 +136,7 @@ def test_a_wrong_field_or_value_is_named_with_what_would_be_right(override, wher
 
 
 def test_what_a_synonym_leads_to_is_a_field():
-    paths = config_help.paths(TrainConfig)
+    paths = config_help.field_paths(TrainConfig)
     for field, words in config_help.SYNONYMS.items():
         assert f'config.{field}' in paths
         for word in words.split():

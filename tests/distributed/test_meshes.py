@@ -37,7 +37,9 @@ def trained(mesh: MeshConfig, devices: int, dropout: float):
     sizes = {
         name: leaf.addressable_shards[0].data.size for name, leaf in named_leaves(state).items()
     }
-    loader = loading.make_loader(experiment.train, config.loader, batch_sharding(experiment.mesh))
+    loader = loading.make_loader(
+        experiment.train_reader, config.loader, batch_sharding(experiment.mesh)
+    )
     losses = []
     for batch in loading.training_batches(loader, steps=range(STEPS), batch_size=16, seed=0):
         state, metrics = update(state, batch)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.hosts import hosts
-from vit_jax.distributed.processes import INTERRUPTED, REQUEUE, Job
+from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE, Job
 
 
 def running(folder, *faults, count=2, flags=(), **more):
@@ -43,7 +43,7 @@ def test_a_job_within_another_program_is_alone():
 @pytest.mark.parametrize(
     'count, signals, code',
     [
-        (1, [signal.SIGINT], INTERRUPTED),
+        (1, [signal.SIGINT], EXIT_INTERRUPTED),
         (2, [signal.SIGTERM], REQUEUE),
         (4, [signal.SIGHUP, signal.SIGTERM, signal.SIGHUP], REQUEUE),
     ],
@@ -70,16 +70,16 @@ def test_a_second_ctrl_c_ends_all_although_one_process_does_not_answer(tmp_path)
         started[2].wait_for_text('Ctrl-C')
         assert started[0].process.exitcode is None
         started[0].signal(signal.SIGINT)
-        assert codes([started[0], started[2]], seconds=5) == [INTERRUPTED] * 2
+        assert codes([started[0], started[2]], seconds=5) == [EXIT_INTERRUPTED] * 2
         started[1].signal(signal.SIGCONT)
-        assert started[1].wait(20) in (INTERRUPTED, REQUEUE)
+        assert started[1].wait(20) in (EXIT_INTERRUPTED, REQUEUE)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     'faults, signals, expected',
     [
-        (['hang:5'], [signal.SIGINT], [INTERRUPTED]),
+        (['hang:5'], [signal.SIGINT], [EXIT_INTERRUPTED]),
         (['hang:-1:1'], [], [REQUEUE, REQUEUE]),  # before the processes agree
         (
             ['hang:5:1', 'lock:5:2'],

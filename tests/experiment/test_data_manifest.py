@@ -242,7 +242,7 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
     slow = sources | {'trained on train': dataclasses.replace(trained, size_of=size_of)}
     with data_manifest.compare_data(Workdir(tmp_path), slow, Job()):
         pass
-    kept = data_manifest.read_record(tmp_path / 'data_manifest.json.gz')
+    kept = data_manifest.read_manifest(tmp_path / 'data_manifest.json.gz')
     assert len(kept['trained on train'].sizes) == 16
 
 
@@ -337,9 +337,9 @@ def test_what_an_earlier_start_or_run_was_trained_on_stays_known(data, tmp_path)
 def test_a_record_that_lacks_sizes_is_a_gap_beside_a_whole_one(data, tmp_path, monkeypatch):
     run = trained(data, tmp_path / 'run')
     assert not lineage.find_source_run(str(run)).gaps
-    splits = data_manifest.read_record(run / 'data_manifest.json.gz')
+    splits = data_manifest.read_manifest(run / 'data_manifest.json.gz')
     (name,) = (name for name in splits if name.startswith(data_manifest.TRAINED_PREFIX))
     splits = {name: splits[name]._replace(sizes=[10]), f'{name} until step 5': splits[name]}
-    monkeypatch.setattr(lineage, 'read_record', lambda _: splits)
+    monkeypatch.setattr(lineage, 'read_manifest', lambda _: splits)
     (gap,) = lineage.find_source_run(str(run)).gaps
     assert 'incomplete' in gap

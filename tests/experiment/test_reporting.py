@@ -109,7 +109,7 @@ def test_the_seconds_of_all_starts_add_up(tmp_path, monkeypatch):
         assert read_events(tmp_path / 'events.jsonl')[-1]['run'] == run
     seconds = sum_seconds(read_events(tmp_path / 'events.jsonl'))
     assert seconds == {'start': 9.0, 'step': (7 + 7 + 10) * 2.0}
-    assert reporter.earlier == {'start': 6.0, 'step': (7 + 7) * 2.0}
+    assert reporter.earlier_seconds == {'start': 6.0, 'step': (7 + 7) * 2.0}
 
 
 def test_half_a_line_of_a_killed_run_is_removed(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 
 from tests.hosts import ROOT, environment, hosts
 from vit_jax.checkpoints import digests
-from vit_jax.distributed.processes import INTERRUPTED, REQUEUE
+from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE
 
 pytestmark = pytest.mark.full
 PLACEMENT = '--config.loader.placement='
@@ -74,7 +74,7 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(tmp_path):
         assert run.poll() is None, run.stderr.read()
     time.sleep(1)
     run.send_signal(signal.SIGINT)
-    assert run.wait(5) == INTERRUPTED
+    assert run.wait(5) == EXIT_INTERRUPTED
     said = run.stderr.read().splitlines()
     assert len(said) == 1 and 'SIGINT' in said[0]
 
@@ -130,5 +130,5 @@ def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path):
         with server.accept()[0]:
             time.sleep(0.5)
             run.send_signal(signal.SIGINT)
-            assert run.wait(10) == INTERRUPTED
+            assert run.wait(10) == EXIT_INTERRUPTED
     assert run.stderr.read() == 'error: interrupted\n'

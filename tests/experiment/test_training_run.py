@@ -282,14 +282,16 @@ def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp
         training_run.train(config, str(tmp_path / 'run'))
     config.loader.on_unreadable = 'skip'
     result = training_run.train(config, str(tmp_path / 'run'))
-    assert result.reporter.skipped == 3  # each of 3 steps of 16 draws sees each of 16 images once
+    assert (
+        result.reporter.skipped_images == 3
+    )  # each of 3 steps of 16 draws sees each of 16 images once
 
 
 def test_some_classes_are_trained_on_and_all_are_probed():
     fewshot = FewshotConfig(episodes=EpisodesConfig(classes=('9', '8', '3'), ways=2))
     experiment = build_experiment(tiny.experiment(classes=('8', '2', '7'), fewshot=fewshot))
     assert experiment.model.config.num_classes == 3
-    for reader in [experiment.train, *experiment.evals.values()]:
+    for reader in [experiment.train_reader, *experiment.eval_readers.values()]:
         assert reader.source.class_names == ('8', '2', '7')
         assert set(reader.source.labels) == {0, 1, 2}
     assert set(experiment.probes.by_name['digits'].test.source.labels) == set(range(10))

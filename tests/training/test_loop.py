@@ -44,7 +44,7 @@ def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipp
         batches(),
         steps=range(start, len(losses)),
         on_metrics=lambda step, numbers: events.append(f'metrics {step}'),
-        observers=[PeriodicAction(every, observe)],
+        actions=[PeriodicAction(every, observe)],
         clock=Clock(),
         max_skipped_steps=max_skipped_steps,
     )

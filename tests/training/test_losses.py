@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from vit_jax.base.errors import UserError
-from vit_jax.training.losses import LossConfig, example_metrics, make_loss, make_targets, of_any
+from vit_jax.training.losses import (
+    LossConfig,
+    example_metrics,
+    make_loss,
+    make_targets,
+    with_scaled_targets,
+)
 
 LOGITS = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
 LABELS = jnp.array([0, 2])
@@ -28,7 +34,7 @@ def test_losses_are_their_definitions():
 
 def test_where_any_class_is_right_an_image_without_one_is_still_a_number():
     labels = jnp.array([[1, 1, 0], [0, 0, 0]])
-    found = of_any(make_loss(LossConfig()))(LOGITS, make_targets(labels, 3))
+    found = with_scaled_targets(make_loss(LossConfig()))(LOGITS, make_targets(labels, 3))
     logs = LOGITS[0] - np.log(np.exp(LOGITS[0]).sum())
     np.testing.assert_allclose(found, [-(logs[0] + logs[1]) / 2, 0], rtol=1e-6)
 

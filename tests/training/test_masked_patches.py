@@ -65,7 +65,7 @@ def sums_of(config, predict, batch=BATCH, seed=0):
     def predict_patches(params, images, corruption, key):
         return jnp.asarray(predict(images, corruption), jnp.float32)
 
-    loss_sums = masked_patches.make_patch_sums(
+    loss_sums = masked_patches.make_patch_loss_sums(
         predict_patches,
         config,
         functools.partial(normalize, preprocessing=Preprocessing()),

@@ -42,7 +42,7 @@ def format_error(error: BaseException, limit: int = 400) -> str:
     return text if len(text) <= limit else f'{text[:half]} ... {text[-half:]}'
 
 
-def refuse(faults: Sequence[str], *, shown: int = 10) -> None:
+def raise_all(faults: Sequence[str], *, shown: int = 10) -> None:
     """Raises one UserError with the first `shown` messages and the number of the others, if any."""
     if faults:
         more = [f'and {len(faults) - shown:,} more'] if len(faults) > shown else []

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from vit_jax.base.errors import UserError, refuse
+from vit_jax.base.errors import UserError, raise_all
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
@@ -48,4 +48,4 @@ def compare_leaves(found: Mapping[str, Any], expected: Mapping[str, Any], *, whe
     both = [name for name in have if name in want]
     lines += [f'{n} is {have[n]}, expected {want[n]}' for n in both if have[n] != want[n]]
     if lines:
-        refuse([f'{where}: wrong arrays:', *lines], shown=21)
+        raise_all([f'{where}: wrong arrays:', *lines], shown=21)

@@ -35,7 +35,7 @@ class Card(Record):
         require(count in (0, outputs), f'class_names: got {count:,} names; {right}')
 
     @property
-    def projects(self) -> bool:
+    def is_projection(self) -> bool:
         """Whether the head is CLIP's projection into the space of text embeddings."""
         return self.loss == 'contrastive' and self.model.num_classes is not None
 

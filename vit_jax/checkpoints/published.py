@@ -111,7 +111,7 @@ def _files() -> dict[str, Published]:
 FILES = _files()  # by name
 
 
-def find(name: str) -> Published:
+def find_published(name: str) -> Published:
     """Returns the file for a short name. Raises MissingFile for an unknown name."""
     if name not in FILES:
         raise MissingFile(f'unknown name (see `vit_jax augreg`); {records.closest(name, FILES)}')

@@ -49,7 +49,7 @@ def is_remote_name(name: str) -> bool:
     return re.match('(?:hf|augreg|vit):|[A-Za-z][A-Za-z0-9+]+:/', name) is not None
 
 
-def shown(name: str) -> str:
+def redact(name: str) -> str:
     """Returns the name without the user and query of a URL, which may contain secrets."""
     return redact_url(name) if is_remote_name(name) else name
 
@@ -57,15 +57,15 @@ def shown(name: str) -> str:
 def to_path(name: str) -> str:
     """Returns the name as a path, without a digest; `augreg:B/16` becomes `augreg-B-16`."""
     is_short = name in published.FILES
-    return re.sub('[:/]', '-', name) if is_short else shown(name).partition('#sha256=')[0]
+    return re.sub('[:/]', '-', name) if is_short else redact(name).partition('#sha256=')[0]
 
 
 def require_local(path: str) -> None:
     """Raises UserError for a remote name."""
-    require(not is_remote_name(path), f'{shown(path)}: cannot be written; expected a local path')
+    require(not is_remote_name(path), f'{redact(path)}: cannot be written; expected a local path')
 
 
-def local(name: str) -> Local:
+def fetch(name: str) -> Local:
     """Returns the local copy of a checkpoint; downloads it if it is not in the cache.
 
     Raises:
@@ -83,15 +83,15 @@ def local(name: str) -> Local:
         require(_FOLDER.fullmatch(name) is not None, _EXPECTED)
         return Local(name)
     except UserError as error:
-        text = str(error).removeprefix(f'{shown(name)}: ')
-        raise type(error)(f'{shown(name)}: {text}') from error
+        text = str(error).removeprefix(f'{redact(name)}: ')
+        raise type(error)(f'{redact(name)}: {text}') from error
 
 
 def _download_published(name: str) -> Local:
     """Downloads the published file, or its copy on the Hub if that fails."""
-    file = published.find(name)
+    file = published.find_published(name)
     try:
-        return local(file.address)
+        return fetch(file.address)
     except StorageError:
         raise
     except UserError as error:
@@ -99,7 +99,7 @@ def _download_published(name: str) -> Local:
             raise
         why = str(error)
     logging.warning('%s; trying %s', why, file.copy)
-    downloaded = local(file.copy)
+    downloaded = fetch(file.copy)
     text = f'{why}; using the copy {file.copy}, which was not compared with the original file'
     return downloaded._replace(origin=(text, *downloaded.origin))
 
@@ -143,13 +143,13 @@ def _verified_digest(path: pathlib.Path) -> str:
 
 def _download_file(match: re.Match[str]) -> Local:
     """Downloads the file that a match of _FILE names."""
-    path, digest = fetch(match['address'] + (match['query'] or ''), match['sha256'])
+    path, digest = fetch_url(match['address'] + (match['query'] or ''), match['sha256'])
     subtree = f':{match["subtree"]}' if match['subtree'] else ''
     origin = redact_url(_public_url(match['address'])), f'SHA-256 {digest}'
     return Local(f'{path}{subtree}', origin)
 
 
-def fetch(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
+def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     """Downloads a URL to the cache, unless it is there.
 
     Args:
@@ -199,10 +199,10 @@ def _public_url(address: str) -> str:
 def cached_path(url: str) -> pathlib.Path:
     """Returns the path in the cache for the file at a URL."""
     name = redact_url(url).rpartition('/')[2][-200:]  # file systems allow 255 bytes
-    return cache() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
+    return cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
 
 
-def cache() -> pathlib.Path:
+def cache_folder() -> pathlib.Path:
     """Returns the folder of all downloads except the Hub's: VIT_JAX_CACHE or ~/.cache/vit_jax."""
     users = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
     return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or f'{users}/vit_jax').expanduser()

@@ -45,10 +45,10 @@ class Checkpoints:
     Args:
       workdir: The work directory.
       keep: How many of the newest checkpoints are kept.
-      along: Files, such as metrics, that are synced to the disk before a checkpoint is completed,
-        so that their contents survive a power failure together with the checkpoint.
-      held: A function that raises UserError if another run has taken over the work directory;
-        called before a checkpoint is completed.
+      sync_first: Files, such as metrics, that are synced to the disk before a checkpoint is
+        completed, so that their contents survive a power failure together with the checkpoint.
+      check_lease: A function that raises UserError if another run has taken over the work
+        directory; called before a checkpoint is completed.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Checkpoints:
         workdir: str | Path,
         *,
         keep: int,
-        along: Sequence[Path] = (),
-        held: Callable[[], None] = lambda: None,
+        sync_first: Sequence[Path] = (),
+        check_lease: Callable[[], None] = lambda: None,
     ):
         self._folder = storage.resolve_folder(workdir) / FOLDER
-        self._keep, self._along, self._held = keep, along, held
+        self._keep, self._sync_first, self._check_lease = keep, sync_first, check_lease
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
         make_folder(self._folder)
@@ -91,7 +91,7 @@ class Checkpoints:
         if step == self.latest_step:
             return self.check()
         self.wait()
-        self._held()  # a partial checkpoint would obstruct the run that has taken over
+        self._check_lease()  # a partial checkpoint would obstruct the run that has taken over
         arrays = ocp.args.Composite(
             params=ocp.args.PyTreeSave(params),
             training=ocp.args.PyTreeSave(tree_names.named_leaves(training)),
@@ -116,9 +116,9 @@ class Checkpoints:
         try:
             self._writer.wait_until_finished()
             if jax.process_index() == 0:
-                for path in self._along:
+                for path in self._sync_first:
                     sync(path)
-                self._held()
+                self._check_lease()
                 _seal(self._partial(step), self.path(step), texts)
                 for old in digests.list_steps(self._folder)[self._keep :]:
                     digests.remove_checkpoint(self.path(old))
@@ -299,7 +299,7 @@ def _readable(folder: Path) -> Iterator[Any]:
         raise StorageError(f'checkpoint {folder}: cannot be read: {format_error(error)}') from error
 
 
-def save_alone(folder: Path, params: Params, card: Json) -> None:
+def write_standalone(folder: Path, params: Params, card: Json) -> None:
     """Writes parameters and card as a checkpoint that belongs to no run.
 
     An existing checkpoint is replaced once the new one is complete. `card` is a `Card` as JSON

@@ -19,12 +19,12 @@ import jax
 from vit_jax.base.errors import UserError, is_out_of_memory
 from vit_jax.base.records import Record
 from vit_jax.base.storage import is_remote
-from vit_jax.checkpoints.remote import cache
+from vit_jax.checkpoints.remote import cache_folder
 from vit_jax.cli import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT
 from vit_jax.distributed import meshes
-from vit_jax.distributed.processes import INTERRUPTED, Job, Launch, join_job
+from vit_jax.distributed.processes import EXIT_INTERRUPTED, Job, Launch, join_job
 from vit_jax.training.loop import NotFiniteError
 
 _LESS_MEMORY = (
@@ -66,7 +66,7 @@ def run(
         os._exit(_BROKEN_PIPE)
     except KeyboardInterrupt as error:
         report(error)
-        os._exit(INTERRUPTED)  # does not wait for threads that compile or write
+        os._exit(EXIT_INTERRUPTED)  # does not wait for threads that compile or write
     except Exception as error:
         code = report(error)
     sys.exit(code)
@@ -102,7 +102,7 @@ def report(error: BaseException) -> int:
         print(f'error: {text}', file=sys.stderr, flush=True)
     else:
         traceback.print_exception(error)
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def prepare_devices(*, processes: int = 1) -> None:
@@ -115,7 +115,7 @@ def prepare_devices(*, processes: int = 1) -> None:
     """
     meshes.require_devices()
     if jax.config.values['jax_compilation_cache_dir'] is None and processes == 1:
-        jax.config.update('jax_compilation_cache_dir', str(cache() / 'compiled'))
+        jax.config.update('jax_compilation_cache_dir', str(cache_folder() / 'compiled'))
         jax.config.update('jax_compilation_cache_max_size', _MAX_COMPILED_BYTES)
         # By default jax does not cache programs that compile in less than 1 s, as most of these do.
         jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)

@@ -57,7 +57,7 @@ def field_comments(cls: type[Record]) -> dict[str, str]:
     return texts
 
 
-def paths(cls: type[Record]) -> list[str]:
+def field_paths(cls: type[Record]) -> list[str]:
     """Returns the paths of all fields within a record, such as `config.model.depth`."""
     holders = [(path, kind) for kind, owned in record_paths(cls).items() for path in owned]
     return [f'{path}.{name}' for path, kind in holders for name in records.field_types(kind)]
@@ -72,9 +72,9 @@ def suggest(cls: type[Record] | None, name: str, known: Collection[str]) -> str:
     if cls is None:
         return records.closest(name, known)
     # Prefers the first of several fields with the same name, and a known name to any field.
-    flags = {path.rpartition('.')[2]: f'--{path}' for path in reversed(paths(cls))}
+    flags = {path.rpartition('.')[2]: f'--{path}' for path in reversed(field_paths(cls))}
     for field, words in SYNONYMS.items():
-        flag = next((f'--{path}' for path in paths(cls) if path.endswith(f'.{field}')), None)
+        flag = next((f'--{path}' for path in field_paths(cls) if path.endswith(f'.{field}')), None)
         flags |= dict.fromkeys(words.split(), flag) if flag else {}
     flags |= {one: one for one in known}
     close = difflib.get_close_matches(name, flags, n=1)

@@ -239,12 +239,12 @@ def _resize(image: Image, size: Size, method: ResizeMethod) -> Image:
     return np.asarray(pillow.fromarray(image).resize(size[::-1], pillow.Resampling[name]))
 
 
-def _covering_size(shape: TracedSize, size: Size, divided: Callable[[Any, Any], Any]) -> TracedSize:
+def _covering_size(shape: TracedSize, size: Size, divide: Callable[[Any, Any], Any]) -> TracedSize:
     """Returns the smallest size with the aspect ratio of `shape` that covers `size`."""
     (height, width), (rows, columns) = shape, size
     return (
-        _max(rows, divided(columns * height, width)),
-        _max(columns, divided(rows * width, height)),
+        _max(rows, divide(columns * height, width)),
+        _max(columns, divide(rows * width, height)),
     )
 
 

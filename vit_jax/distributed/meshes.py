@@ -101,7 +101,7 @@ def _text(sizes: Sequence[int]) -> str:
     return ' x '.join(f'{axis}={size}' for axis, size in zip(AXES, sizes, strict=True))
 
 
-def describe(mesh: Mesh) -> str:
+def format_mesh(mesh: Mesh) -> str:
     """Formats the axes and their sizes, such as `data=4 x fsdp=2 x tensor=1`."""
     return _text(mesh.axis_sizes)
 

@@ -34,13 +34,13 @@ import jax
 from jax._src import clusters, distributed, xla_bridge
 from jaxlib import _jax
 
-from vit_jax.base import Record, UserError, records, refuse, require, usable
+from vit_jax.base import Record, UserError, raise_all, records, require, usable
 from vit_jax.base.errors import format_error
 
 REQUEUE = 75  # exit code EX_TEMPFAIL: run the same command again
-INTERRUPTED = 130  # exit code after Ctrl-C in a shell
-_CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: INTERRUPTED}
-_NOTICING = 1.5  # seconds until all processes have read a notice
+EXIT_INTERRUPTED = 130  # exit code after Ctrl-C in a shell
+_CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: EXIT_INTERRUPTED}
+_NOTICE_SECONDS = 1.5  # seconds until all processes have read a notice
 _UNLIMITED = 10**9  # timeout in milliseconds: watchdog and heartbeats limit the time instead
 _NOTICE, _TICKS = 'vit_jax_notice', 'vit_jax_ticks'  # a key, and a folder of keys
 _CLUSTER = (
@@ -174,7 +174,7 @@ class Job:
         text = json.dumps(facts)
         expected = json.loads(self.broadcast_text(name, lambda: text))
         diff = describe(expected) if describe else records.differences(expected, json.loads(text))
-        refuse([f'{name}: {self} differs from process 0:', *diff] if diff else [], shown=21)
+        raise_all([f'{name}: {self} differs from process 0:', *diff] if diff else [], shown=21)
         self.barrier(name)
 
     def broadcast_text(self, name: str, say: Callable[[], str]) -> str:
@@ -253,7 +253,7 @@ class Job:
                     self._stop(**json.loads(self._store.key_value_try_get(_NOTICE)))
             if time.monotonic() > self._deadline:
                 faulthandler.dump_traceback()
-                time.sleep(_NOTICING)  # so that the other processes print their stacks, too
+                time.sleep(_NOTICE_SECONDS)  # so that the other processes print their stacks, too
                 why = 'no step, batch or save ended within --watchdog_seconds'
                 self._stop(self._stop_code or REQUEUE, f'{self}: {why}; {_RESUME}')
             with contextlib.suppress(TimeoutError, KeyError):  # no signal, or not in _CODES
@@ -288,7 +288,7 @@ class Job:
         self._left.set()  # so that this process does not handle its own notice
         self._post_notice(code, why)
         if self.count > 1 and self.index == 0:
-            time.sleep(_NOTICING)  # process 0 hosts the notices
+            time.sleep(_NOTICE_SECONDS)  # process 0 hosts the notices
         os._exit(code)
 
     def _post_notice(self, code: int, why: str = '') -> None:
@@ -335,7 +335,7 @@ def join_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator
     except Exception as error:
         is_alone = distributed.global_state.num_processes == 1  # job.count may not be set yet
         if not is_alone and re.search(_GONE, str(error)):
-            time.sleep(_NOTICING)  # the other process may be about to send its reason
+            time.sleep(_NOTICE_SECONDS)  # the other process may be about to send its reason
             job._stop(REQUEUE, f'{job}: another process is gone: {format_error(error)}')
         code = report(error)
         # A restart would repeat errors of the input and of arithmetic (NotFiniteError).

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base import UserError, tree_names
-from vit_jax.distributed.meshes import MeshConfig, Spec, describe
+from vit_jax.distributed.meshes import MeshConfig, Spec, format_mesh
 
 # The axis, from the end, that tensor splits: attention heads or the hidden layer. The first matrix
 # of a pair is split along its output and the second along its input, so that no communication is
@@ -88,7 +88,7 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
         return []
     places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
     local = {n: _bytes(leaf, places[n].shard_shape(leaf.shape)) for n, leaf in leaves.items()}
-    lines = [f'mesh {describe(mesh)}; sharded parameters, mesh axes, megabytes per device:']
+    lines = [f'mesh {format_mesh(mesh)}; sharded parameters, mesh axes, megabytes per device:']
     replicated = []
     for name in [name for name in leaves if name.startswith('params/')]:
         if split := ', '.join(f'{a} on axis {n}' for n, a in enumerate(places[name].spec) if a):
@@ -112,7 +112,7 @@ def require_sharded(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) 
         largest = sorted(replicated, key=lambda name: -replicated[name])[:3]
         named = ', '.join(f'{name} {list(leaves[name].shape)}' for name in largest)
         raise UserError(
-            f'mesh {describe(mesh)}: {share:.0%} of the state is replicated; expected at most '
+            f'mesh {format_mesh(mesh)}: {share:.0%} of the state is replicated; expected at most '
             f'{config.max_replicated_fraction:.0%} (max_replicated_fraction). Largest arrays: '
             f'{named}. Reduce --config.mesh.fsdp_min_mb={config.fsdp_min_mb:g}, set '
             f'--config.mesh.rules, or choose axis sizes that divide these shapes'

@@ -40,7 +40,7 @@ class EpisodesConfig(records.Record):
         records.require(distinct, f'shots={self.shots}: expected one or more distinct numbers')
 
 
-class Episodes(NamedTuple):
+class EpisodeResults(NamedTuple):
     """Test accuracy of each episode, their mean, and half the width of its 95 % interval."""
 
     accuracies: Float[np.ndarray, 'e']
@@ -54,7 +54,7 @@ def evaluate(
     config: EpisodesConfig,
     *,
     l2: ridge.L2Strengths = ridge.L2,
-) -> dict[int, Episodes]:
+) -> dict[int, EpisodeResults]:
     """Computes the test accuracy of few-shot classifiers in randomly drawn episodes.
 
     Args:
@@ -77,7 +77,7 @@ def evaluate(
             [fit(images.subset(train)).accuracy(images.subset(test)) for train, test in drawn]
         )
         interval = _NORMAL * accuracies.std(ddof=1) / np.sqrt(len(accuracies))
-        results[shots] = Episodes(accuracies, float(accuracies.mean()), float(interval))
+        results[shots] = EpisodeResults(accuracies, float(accuracies.mean()), float(interval))
     return results
 
 
@@ -134,7 +134,7 @@ def fit_centroids(train: Labeled) -> Classifier:
     return Classifier(classes, mean, centroids.T, bias=-(centroids**2).sum(axis=1) / 2)
 
 
-def report_episodes(config: EpisodesConfig, results: dict[int, Episodes]) -> dict[str, Any]:
+def report_episodes(config: EpisodesConfig, results: dict[int, EpisodeResults]) -> dict[str, Any]:
     """Returns the protocol, and accuracies, mean and interval by number of shots, as JSON."""
     return records.to_dict(config) | {
         'mean': {str(shots): one.mean for shots, one in results.items()},

@@ -21,14 +21,14 @@ from vit_jax.evaluation.evaluator import (
 )
 from vit_jax.models import with_highest_precision
 from vit_jax.pretrained import LoadedModel
-from vit_jax.training.losses import LossConfig, LossKind, make_loss, of_any, predictions, scores
+from vit_jax.training import losses
 from vit_jax.training.update import make_loss_sums
 
 
 class HeadReport(NamedTuple):
     """Metrics over the readable images, overall and per class."""
 
-    images: int  # number of readable images
+    num_images: int  # number of readable images
     means: dict[str, float]  # mean loss and metrics, by name
     classes: list[dict[str, Any]]  # `class`, `images` and metrics of each class with images
     names: list[str]  # classes of the rows and columns of `confusion`
@@ -120,17 +120,17 @@ def evaluate_head(
     """
     loaded.require_head()
     source = reader.source
-    kind: LossKind = 'sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'
-    loss, rows_of = make_loss(LossConfig(kind=kind)), predictions
+    kind: losses.LossKind = 'sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'
+    loss, outputs = losses.make_loss(losses.LossConfig(kind=kind)), losses.labels_and_predictions
     if source.multi_label and (relabeled or loaded.card.loss == 'softmax'):
-        loss, rows_of = of_any(loss), _predictions_and_targets
+        loss, outputs = losses.with_scaled_targets(loss), _predictions_and_targets
     elif source.multi_label:
-        rows_of = scores
+        outputs = losses.logits_and_targets
     loss_sums = make_loss_sums(
         with_highest_precision(loaded.model.apply),
         loss,
         functools.partial(normalize, preprocessing=loaded.preprocessing),
-        rows_of=rows_of,
+        outputs=outputs,
     )
     evaluator = make_evaluator(loss_sums, batches_on_all_devices(reader, batch_size))
     params = jax.device_put(loaded.params, meshes.replicated(evaluator.batches.mesh))
@@ -157,7 +157,7 @@ def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
 def _predictions_and_targets(
     logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
 ) -> dict[str, Array]:
-    return predictions(logits, targets) | {'targets': targets}
+    return losses.labels_and_predictions(logits, targets) | {'targets': targets}
 
 
 def _list_classes(

@@ -91,7 +91,7 @@ class LogisticState(NamedTuple):
     weights: Float[Array, 'e k']  # the last row is the bias
     state: Any  # state of L-BFGS
     iterations: Int[Array, '']
-    slope: Float[Array, '']  # largest absolute entry of the gradient of the mean loss
+    max_gradient: Float[Array, '']  # largest absolute entry of the gradient of the mean loss
 
 
 def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: int) -> float:
@@ -141,7 +141,7 @@ def evaluate_logistic(train: Labeled, test: Labeled, config: LogisticConfig) -> 
         accuracy=classifier.accuracy(test),
         l2=l2,
         iterations=int(fitted.iterations),
-        converged=bool(fitted.slope <= config.tolerance),
+        converged=bool(fitted.max_gradient <= config.tolerance),
     )
 
 
@@ -187,7 +187,7 @@ def fit_logistic(
         return LogisticState(weights, state, carry.iterations + 1, largest)
 
     def unfinished(carry: LogisticState) -> Any:
-        return (carry.iterations < max_iterations) & (carry.slope > tolerance)
+        return (carry.iterations < max_iterations) & (carry.max_gradient > tolerance)
 
     start = jnp.zeros((features.shape[1], num_classes))
     first = LogisticState(start, solver.init(start), jnp.zeros((), jnp.int32), jnp.asarray(jnp.inf))

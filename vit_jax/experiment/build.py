@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Key, Params, UserError, plural, records, refuse, require
+from vit_jax.base import Array, Batch, Key, Params, UserError, plural, raise_all, records, require
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
@@ -43,12 +43,12 @@ from vit_jax.training.losses import (
     BatchSums,
     LossConfig,
     StepMetrics,
+    logits_and_targets,
     make_loss,
     make_targets,
-    of_any,
-    scores,
+    with_scaled_targets,
 )
-from vit_jax.training.masked_patches import configure_for_patches, make_patch_sums
+from vit_jax.training.masked_patches import configure_for_patches, make_patch_loss_sums
 from vit_jax.training.optimizer import count_moments, make_optimizer, make_schedule
 from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.update import TrainState
@@ -62,18 +62,18 @@ class Experiment(NamedTuple):
 
     init() -> initial TrainState
     update(state, batch) -> (state after one step, metrics)
-    evaluator.evaluate(params, evals[name]) -> metrics of an evaluation
+    evaluator.evaluate(params, eval_readers[name]) -> metrics of an evaluation
     """
 
     config: TrainConfig
-    start: Checkpoint | None  # opened `config.start_from`; its arrays are not read yet
+    start_from: Checkpoint | None  # opened `config.start_from`; its arrays are not read yet
     mesh: Mesh
     compute: Compute  # options of computation, without `auto`
     model: Model
     preprocessing: Preprocessing
     length: TrainLength
-    train: ImageReader
-    evals: dict[str, ImageReader]
+    train_reader: ImageReader
+    eval_readers: dict[str, ImageReader]
     probes: Probes | None  # data sets of the few-shot evaluation
     init: Callable[[], TrainState]
     update: Update
@@ -81,12 +81,12 @@ class Experiment(NamedTuple):
     param_group_report: list[str]  # the parameters that each param group matched, in lines
 
     @property
-    def host_choices(self) -> dict[str, Any]:
+    def resolved_choices(self) -> dict[str, Any]:
         """Initial checkpoint and compute options as JSON values, to compare them between hosts.
 
         Both are resolved on each host, so they could differ although the configuration is equal.
         """
-        origin = list(self.start.origin) if self.start else []
+        origin = list(self.start_from.origin) if self.start_from else []
         return {'origin': origin, 'compute': records.to_dict(self.compute)}
 
     def export_config(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Experiment(NamedTuple):
         The dtype is resolved. If `start_from` is a URL, its secrets are removed.
         """
         values = records.to_dict(self.config)
-        values['start_from'] = self.start and self.start.path
+        values['start_from'] = self.start_from and self.start_from.path
         values['compute']['dtype'] = self.compute.dtype
         return values
 
@@ -109,7 +109,7 @@ class Experiment(NamedTuple):
             model=model,
             grid=model.grid,
             preprocessing=self.preprocessing,
-            class_names=self.train.source.class_names if has_classes else (),
+            class_names=self.train_reader.source.class_names if has_classes else (),
             loss=kind if has_classes else None,
             software=workdirs.package_versions(),
         )
@@ -122,7 +122,8 @@ class Experiment(NamedTuple):
         from them.
         """
         old, new = start.card, self.model.config
-        names = (old.class_names, self.train.source.class_names) if self.config.reuse_head else None
+        classes = self.train_reader.source.class_names
+        names = (old.class_names, classes) if self.config.reuse_head else None
         return transfer(start.read(), old=old.model, new=new, fresh=fresh, class_names=names)
 
 
@@ -148,7 +149,7 @@ def build_experiment(
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
 
     start = open_start(config)
-    model_config = trained_model(config, start, len(train.class_names))
+    model_config = resolve_model(config, start, len(train.class_names))
     preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
 
     mesh, planned = make_mesh(config, devices), devices is not None
@@ -167,14 +168,14 @@ def build_experiment(
     init, update, report = _make_training(config, model, train_sums, length, train)
     return Experiment(
         config=config,
-        start=start,
+        start_from=start,
         mesh=mesh,
         compute=compute,
         model=model,
         preprocessing=preprocessing,
         length=length,
-        train=reader(train, crop=host_crop(config.augmentation, preprocessing)),
-        evals={name: reader(source) for name, source in evaluated.items()},
+        train_reader=reader(train, crop=host_crop(config.augmentation, preprocessing)),
+        eval_readers={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
         init=meshes.with_mesh(mesh, init),
         update=update,
@@ -190,11 +191,11 @@ def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, S
         name: opener(one.data or config.data, one.split, one.labels, config.classes)
         for name, one in config.evaluations.items()
     }
-    refuse(label_problems(config, train, evaluated))
+    raise_all(check_labels(config, train, evaluated))
     return train, evaluated
 
 
-def label_problems(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:
+def check_labels(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:
     """Lists problems of the labels for the configured loss and evaluations, with remedies."""
     if config.objective is not None:  # labels are not used
         return []
@@ -226,7 +227,7 @@ def resolve_preprocessing(config: TrainConfig, start: Checkpoint | None) -> Prep
     return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
 
 
-def trained_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
+def resolve_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
     """Resolves the architecture to train: the configuration's or the checkpoint's, with a head.
 
     Args:
@@ -278,7 +279,7 @@ def resolve_compute_on_mesh(
     if dtype == 'auto':
         dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    memory = math.inf if planned else _memory_next_to_state(config, model, mesh)
+    memory = math.inf if planned else _memory_without_state(config, model, mesh)
     return resolve_compute(
         dataclasses.replace(config.compute, dtype=dtype),
         model,
@@ -288,7 +289,7 @@ def resolve_compute_on_mesh(
     )
 
 
-def _memory_next_to_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
+def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
     """Returns the bytes per device that the train state leaves free; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
     extra = config.ema_decay is not None, config.accumulation_steps > 1
@@ -325,23 +326,24 @@ def _make_loss_sums(
     """Makes functions that sum loss and metrics over a batch, for training and for evaluation.
 
     If training images are multi-label, evaluations measure the mean average precision. Otherwise
-    the targets of an evaluated image with several classes are scaled to sum to one (see `of_any`).
+    the targets of an evaluated image with several classes are scaled to sum to one
+    (see `with_scaled_targets`).
     """
     normalize_images = functools.partial(normalize, preprocessing=preprocessing)
     if config.objective is not None:
-        assert isinstance(model.config, ViTConfig)  # `trained_model` rejects others
+        assert isinstance(model.config, ViTConfig)  # `resolve_model` rejects others
 
         def keys_of(batch: Batch) -> Key[Array, 'b']:
             return example_keys(updates.make_purpose_key(config.seed, updates.CORRUPT), batch)
 
-        make_sums = functools.partial(make_patch_sums, model=model.config, keys_of=keys_of)
+        make_sums = functools.partial(make_patch_loss_sums, model=model.config, keys_of=keys_of)
         sums = make_sums(model.predict_patches, config.objective, normalize_images)
         return sums, sums
     loss = make_loss(config.loss)
-    sums = updates.make_loss_sums(model.apply, loss, normalize_images)
+    make_sums = functools.partial(updates.make_loss_sums, model.apply, normalize=normalize_images)
     if train.multi_label:
-        return sums, updates.make_loss_sums(model.apply, loss, normalize_images, rows_of=scores)
-    return sums, updates.make_loss_sums(model.apply, of_any(loss), normalize_images)
+        return make_sums(loss), make_sums(loss, outputs=logits_and_targets)
+    return make_sums(loss), make_sums(with_scaled_targets(loss))
 
 
 def _make_training(
@@ -354,8 +356,8 @@ def _make_training(
     schedule = make_schedule(config.schedule, length)
     groups = make_param_groups(config.optimizer, abstract_params(model.config))
     optimizer = make_optimizer(config.optimizer, schedule, groups)
-    averaged = config.ema_decay is not None
-    init = updates.make_init(model.init, optimizer, seed=config.seed, averaged=averaged)
+    with_ema = config.ema_decay is not None
+    init = updates.make_init(model.init, optimizer, seed=config.seed, with_ema=with_ema)
     targets = functools.partial(make_targets, num_classes=len(train.class_names))
     update = updates.make_update(
         loss_sums,

@@ -129,7 +129,7 @@ def compare_data(
     splits = {name: make_split_manifest(source) for name, source in sources.items()}
     if job.index == 0:
         if digests.list_steps(workdir.folder / FOLDER):  # otherwise nothing was learned yet
-            recorded = read_record(path)
+            recorded = read_manifest(path)
             if not recorded:
                 logging.warning('%s: missing or damaged; the data is not compared', path)
         recorded = _update(workdir, recorded, splits, accept=accept)
@@ -139,7 +139,7 @@ def compare_data(
         def describe(theirs: dict[str, str]) -> list[str]:
             if theirs == ours:
                 return []
-            return [*_describe_changes(read_record(path), splits).values()] or ['the splits differ']
+            return [*_describe_changes(read_manifest(path), splits).values()] or ['splits differ']
 
         job.require_equal('the data', ours, describe)
     complete = dict(splits) if job.index == 0 else {}  # process 0 compares and writes
@@ -190,7 +190,7 @@ def _update(workdir: Workdir, recorded: Manifest, splits: Manifest, *, accept: b
     return updated
 
 
-def read_record(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """Reads a manifest; returns an empty one if it is missing or damaged."""
     with usable(path):
         data = path.read_bytes() if path.is_file() else b''

@@ -9,7 +9,7 @@ from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
 from vit_jax.config import read_config
 from vit_jax.data.sources.base import Source, make_names_relative
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.experiment.data_manifest import TRAINED_PREFIX, read_record
+from vit_jax.experiment.data_manifest import TRAINED_PREFIX, read_manifest
 from vit_jax.experiment.workdirs import CONFIG, MANIFEST
 
 
@@ -63,7 +63,7 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         splits = [one['split'] for one in config['evals'].values() if one['data'] is None]
         split, start = splits[0] if splits else config['eval_split'], config['start_from']
     trained_on, gaps = set[tuple[str, int]](), list[str]()
-    recorded = read_record(workdir / MANIFEST).items()
+    recorded = read_manifest(workdir / MANIFEST).items()
     manifests = [one for name, one in recorded if name.startswith(TRAINED_PREFIX)]
     for manifest in manifests:
         sizes = zip(manifest.names, manifest.sizes, strict=False)

@@ -30,7 +30,7 @@ from vit_jax.models import ViTConfig, count_multiply_adds, count_params
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
 
-_BOARD = 'tensorboard'
+_TENSORBOARD = 'tensorboard'
 
 
 def make_console(job: Job) -> Console:
@@ -64,12 +64,12 @@ class Reporter:
         """
         config, length = experiment.config, experiment.length
         self.console, self.clock, self._steps = console, clock, steps
-        self._log_every_steps = length.log_interval(config.log_every_steps)
+        self._log_every_steps = length.log_interval_steps(config.log_every_steps)
         self._batch_size = config.batch_size
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         # Number of unreadable training images that were skipped, with repetitions, over all starts.
-        self.skipped = progress.get('skipped', 0)
-        self.earlier: dict[str, float] = {}  # seconds of earlier starts by activity
+        self.skipped_images = progress.get('skipped', 0)
+        self.earlier_seconds: dict[str, float] = {}  # seconds of earlier starts by activity
         self._folder, self._files = folder, dict[str, Any]()  # open files by name
         self._run = 1  # number of this start
         if not console.quiet:
@@ -78,7 +78,7 @@ class Reporter:
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
         """Opens the files. Removes lines of metrics.jsonl that this start will write again."""
-        first, rewritten = self._steps.start, [*experiment.evals, 'fewshot']
+        first, rewritten = self._steps.start, [*experiment.eval_readers, 'fewshot']
         lines = [
             line
             for line in storage.read_json_lines(folder / METRICS, kind=str, step=int)
@@ -86,7 +86,7 @@ class Reporter:
         ]
         events = read_events(folder / EVENTS)
         self._run = 1 + max((event['run'] for event in events), default=0)
-        self.earlier = sum_seconds(events)
+        self.earlier_seconds = sum_seconds(events)
         for name, values in {METRICS: lines, EVENTS: events}.items():
             with usable(path := folder / name):
                 with storage.atomic_write(path) as partial:
@@ -96,8 +96,8 @@ class Reporter:
         if experiment.config.tensorboard:
             from tensorboardX import SummaryWriter
 
-            with usable(path := folder / _BOARD):
-                self._files[_BOARD] = SummaryWriter(str(path), purge_step=first)
+            with usable(path := folder / _TENSORBOARD):
+                self._files[_TENSORBOARD] = SummaryWriter(str(path), purge_step=first)
 
     def close(self) -> None:
         """Closes the files. On a bucket, logs a warning if the last lines cannot be written."""
@@ -122,7 +122,7 @@ class Reporter:
     @property
     def progress(self) -> dict[str, Any]:
         """State of the reporter for the next checkpoint, as JSON values."""
-        return {'recent': [each._asdict() for each in self._recent], 'skipped': self.skipped}
+        return {'recent': [each._asdict() for each in self._recent], 'skipped': self.skipped_images}
 
     def record_event(self, event: str, step: int | None) -> None:
         """Writes an event to the event log. `step` is the step of the current state, if any."""
@@ -134,7 +134,7 @@ class Reporter:
     def record_step(self, step: int, metrics: StepMetrics) -> bool:
         """Adds the metrics of the next step. Returns whether a report was due and written."""
         self._recent.append(metrics)
-        self.skipped += self._batch_size - round(metrics.num_examples)
+        self.skipped_images += self._batch_size - round(metrics.num_examples)
         if metrics.scalars['skipped']:
             loss, norm = str(metrics.means['loss']), str(metrics.scalars['gradient_norm'])
             text = f'update skipped: loss {loss}, gradient_norm {norm}'
@@ -178,7 +178,7 @@ class Reporter:
         passed = round(time.monotonic() - self._began, 3)
         values = {'kind': kind, 'step': step, 'time': now, 'run': self._run, 'seconds': passed}
         self._append(METRICS, values | {name: _to_json(value) for name, value in numbers.items()})
-        if (board := self._files.get(_BOARD)) is not None:
+        if (board := self._files.get(_TENSORBOARD)) is not None:
             for name, value in numbers.items():
                 board.add_scalar(f'{kind}/{name}', float(value), step)
 
@@ -205,13 +205,13 @@ def sum_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
 def describe_run(experiment: Experiment) -> str:
     """Describes data, length, model, compute options and param groups of a run, in lines."""
     config, model, length = experiment.config, experiment.model.config, experiment.length
-    source = experiment.train.source
+    source = experiment.train_reader.source
     tokens = f'{model.sequence_summary}, ' if isinstance(model, ViTConfig) else ''
-    evaluated = ', '.join(f'{len(one.source):,} {name}' for name, one in experiment.evals.items())
+    evals = ', '.join(f'{len(r.source):,} {name}' for name, r in experiment.eval_readers.items())
     images = plural(length.batch_size, 'image')
     lines = [
         f'data    {records.text_of(config.data)}: {len(source):,} training and '
-        f'{evaluated} images, {plural(len(source.class_names), "class")}',
+        f'{evals} images, {plural(len(source.class_names), "class")}',
         f'length  {plural(length.total_steps, "step")} of {images}, {length.epochs:,.1f} epochs; '
         f'warm-up {plural(length.to_steps(config.schedule.warmup), "step")}',
         f'model   {count_params(model):,} parameters, {tokens}'

@@ -87,7 +87,7 @@ def train(
         experiment, workdir, _ = opened
         console.print(describe_run(experiment))
         loader_of = experiment.evaluator.batches.make_loader
-        for reader in (experiment.train, *experiment.evals.values()):
+        for reader in (experiment.train_reader, *experiment.eval_readers.values()):
             loader_of(reader)  # caches images on the devices if they fit
         with clock('compile'):
             programs = compile_programs(experiment, console)
@@ -125,8 +125,9 @@ def open_run(
         job.require_equal('this run', workdirs.collect_settings(config, path))
     dtype = job.broadcast_text('dtype', lambda: workdirs.read_dtype(path))
     experiment = build_experiment(config, dtype=dtype)
-    job.require_equal('the resolved experiment', experiment.host_choices)
-    train, evals, values = experiment.train, experiment.evals, experiment.export_config()
+    job.require_equal('the resolved experiment', experiment.resolved_choices)
+    train, evals = experiment.train_reader, experiment.eval_readers
+    values = experiment.export_config()
     sources = data_manifest.name_sources(train, evals.values(), experiment.probes)
     with workdirs.open_workdir(path, values, job, accept_changes=accept_changes) as workdir:
         compared = data_manifest.compare_data(workdir, sources, job, accept=accept_data)
@@ -170,7 +171,7 @@ def get_shardings(abstract: Any) -> Any:
 
 def lower_update(experiment: Experiment, state: TrainState) -> Any:
     """Traces and lowers the update step, which donates its state."""
-    size, reader = experiment.config.batch_size, experiment.train
+    size, reader = experiment.config.batch_size, experiment.train_reader
     batch = loading.abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
     out_shardings = get_shardings(state), meshes.replicated(experiment.mesh)
     options = {'donate_argnums': 0, 'out_shardings': out_shardings}
@@ -183,7 +184,7 @@ def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Eval
     Evaluations with equal batch shapes share a compiled step.
     """
     compile_for = functools.partial(experiment.evaluator.compile, params)
-    compiled = {name: compile_for(reader) for name, reader in experiment.evals.items()}
+    compiled = {name: compile_for(reader) for name, reader in experiment.eval_readers.items()}
     if experiment.probes is not None:
         model, batches = experiment.model, experiment.evaluator.batches
         features = make_feature_evaluator(model, experiment.preprocessing, batches)
@@ -201,8 +202,8 @@ def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) ->
             logging.warning('%s', line)
     job.barrier('compiled')  # collectives follow, for which gloo waits only 30 s
     job.reset_watchdog()
-    keep, along = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
-    checkpoints = Checkpoints(folder, keep=keep, along=along, held=check_held)
+    keep, sync_first = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
+    checkpoints = Checkpoints(folder, keep=keep, sync_first=sync_first, check_lease=check_held)
     job.require_equal('the step to resume from', {'step': checkpoints.latest_step})
     return checkpoints
 
@@ -238,7 +239,7 @@ def restore_or_init(
             console.print(f'the run is complete; {advice}')
         return TrainState.join(params, training), progress
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
-    state, start = init(), experiment.start
+    state, start = init(), experiment.start_from
     if start is not None:
         params, report = experiment.transfer_params(start, state.params)
         console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
@@ -299,7 +300,7 @@ class Run:
     def _fit(self, state: TrainState, steps: range, profile: range) -> TrainState:
         experiment, workdir, _ = self.opened
         config = experiment.config
-        loader = experiment.evaluator.batches.make_loader(experiment.train)
+        loader = experiment.evaluator.batches.make_loader(experiment.train_reader)
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
@@ -313,7 +314,7 @@ class Run:
                 watched,
                 steps=steps,
                 on_metrics=self._on_metrics,
-                observers=[save, *self._evaluations()],
+                actions=[save, *self._evaluations()],
                 clock=self.reporter.clock,
                 max_skipped_steps=config.max_skipped_steps,
             )
@@ -367,14 +368,14 @@ class Run:
         with self.reporter.clock('evaluation'):
             self.reporter.record_event(f'evaluating {name}', step)
             if name == 'fewshot':
-                numbers, text = self._probe(step, state)
+                numbers, text = self._evaluate_few_shot(step, state)
             else:
-                numbers, text = self._measure(name, state)
+                numbers, text = self._evaluate_split(name, state)
         self.reporter.record_metrics(name, step, numbers, text)
 
-    def _measure(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
+    def _evaluate_split(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
         """Computes loss and metrics of a split. Returns them, and a summary."""
-        reader = self.opened.experiment.evals[name]
+        reader = self.opened.experiment.eval_readers[name]
         evaluate = self.programs.evaluators[name].evaluate
         result = evaluate(state.eval_params, reader, watch=self.job.tick_each)
         self.evals[name] = result.means
@@ -385,7 +386,7 @@ class Run:
             text += f', {unreadable:,} unreadable'
         return numbers, text
 
-    def _probe(self, step: int, state: TrainState) -> tuple[dict[str, Any], str]:
+    def _evaluate_few_shot(self, step: int, state: TrainState) -> tuple[dict[str, Any], str]:
         """Runs the few-shot evaluation and writes fewshot.json. Returns metrics and a summary."""
         experiment, workdir, _ = self.opened
         assert experiment.probes is not None  # `_evaluations` checks config.fewshot

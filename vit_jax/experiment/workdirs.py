@@ -115,7 +115,7 @@ def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
     for place in new:
         sync(place.parent)
     with (folder / LOCK).open('a+') as file:
-        if other := _other_holder(file):
+        if other := _lock_or_find_holder(file):
             raise UserError(f'workdir {folder} is used by {other}; wait, or use another --workdir')
         file.truncate(0)
         file.write(_describe_process())
@@ -128,10 +128,10 @@ def find_holder(folder: pathlib.Path) -> str | None:
     if not (folder / LOCK).exists():
         return None
     with (folder / LOCK).open('a+') as file:
-        return _other_holder(file)
+        return _lock_or_find_holder(file)
 
 
-def _other_holder(file: IO[str]) -> str | None:
+def _lock_or_find_holder(file: IO[str]) -> str | None:
     """Locks a file; returns None, or a description of the process that has the lock."""
     if lock_file(file):
         return None

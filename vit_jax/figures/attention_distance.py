@@ -12,16 +12,16 @@ import numpy as np
 from vit_jax.analysis import attention
 from vit_jax.base import Array, Float
 from vit_jax.figures import style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models.taps import Reduction
 
 
-def compute(images: Images, network: Network) -> Numbers:
+def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns `distance` (l k) in pixels, its value for `uniform` attention, image `width`."""
-    config = network.vit
-    captures = images.capture(network, {'attention/weights': mean_distance(network)})
-    patches = config.num_tokens - config.prefix
-    uniform = attention.uniform_distance(config.grid, network.patch_size)
+    config = model.vit
+    captures = images.capture(model, {'attention/weights': mean_distance(model)})
+    patches = config.num_tokens - config.num_prefix_tokens
+    uniform = attention.uniform_distance(config.grid, model.patch_size)
     return {
         'distance': np.mean([each['attention/weights'] for each in captures], axis=0),
         # Uniform attention over all tokens: the class token contributes distance zero.
@@ -30,9 +30,9 @@ def compute(images: Images, network: Network) -> Numbers:
     }
 
 
-def mean_distance(network: Network) -> Reduction:
+def mean_distance(model: PlacedModel) -> Reduction:
     """Returns a function from attention weights (b k n n) to the mean distance (k) per head."""
-    grid, size, prefix = network.vit.grid, network.patch_size, network.vit.prefix
+    grid, size, prefix = model.vit.grid, model.patch_size, model.vit.num_prefix_tokens
 
     def distances(weights: Float[Array, 'b k n n']) -> Float[Array, 'k']:
         return attention.mean_attention_distance(weights[None], grid, size, prefix=prefix)[0]

@@ -12,30 +12,30 @@ import numpy as np
 
 from vit_jax.base import Array, Float
 from vit_jax.figures import style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ViTConfig
 from vit_jax.models.taps import Reduction
 
 _MOST_LAYERS, _MOST_HEADS = 12, 16
 
 
-def compute(images: Images, network: Network) -> Numbers:
+def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns the first `image` (h w 3) in [0, 1], `maps` (l k rows columns) and `layers` (l)."""
-    config = network.vit
+    config = model.vit
 
     def average_read_tokens(weights: Float[Array, 'b k n n']) -> Float[Array, 'k m']:
-        return average_pooled_tokens(config, weights[0])[:, config.prefix :]
+        return average_pooled_tokens(config, weights[0])[:, config.num_prefix_tokens :]
 
     wanted: dict[str, Reduction] = {'attention/weights': average_read_tokens}
     if config.pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights[0, :, 0]
-    (captured,) = images.capture(network, wanted, most=1)
+    (captured,) = images.capture(model, wanted, most=1)
     maps, names = [*captured['attention/weights']], [str(block) for block in range(config.depth)]
     if config.pool == 'map':
         maps.append(captured['pool/attention/weights'])
         names.append('pool')
     return {
-        'image': images.first_images(network, 1)[0],
+        'image': images.first_images(model, 1)[0],
         'maps': np.stack(maps).reshape(len(maps), -1, *config.grid),
         'layers': np.array(names),
     }
@@ -49,9 +49,9 @@ def average_pooled_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Flo
         case 'cls_dist':
             return rows[:, :2].mean(axis=1)
         case 'cls_gap':
-            return (rows[:, 0] + rows[:, config.prefix :].mean(axis=1)) / 2
+            return (rows[:, 0] + rows[:, config.num_prefix_tokens :].mean(axis=1)) / 2
         case 'gap' | 'map':
-            return rows[:, config.prefix :].mean(axis=1)
+            return rows[:, config.num_prefix_tokens :].mean(axis=1)
         case 'none':
             return rows.mean(axis=1)
         case other:

@@ -13,8 +13,8 @@ from vit_jax.base import Float, Int, UInt8
 
 _TEXT, _WEIGHT, _LINE = 12, 400, 15  # font size, font weight, line height, in pixels
 _NAME_WIDTH = 170  # maximum, in pixels
-_HEAD_HEIGHT, _LEAST_SIDE, _FRAME = 24, 96, 2  # pixels, in the contact sheet
-_LONGEST = 2000  # maximum side of the matrix, in pixels
+_HEAD_HEIGHT, _MIN_IMAGE_SIDE, _FRAME = 24, 96, 2  # pixels, in the contact sheet
+_MAX_MATRIX_PIXELS = 2000  # maximum side of the matrix, in pixels
 _WHITE, _DARK, _GRAY = np.array([255, 255, 255]), np.array([8, 48, 107]), (128, 128, 128)
 
 Pixels = UInt8[np.ndarray, 'h w 3']
@@ -27,7 +27,7 @@ def draw_contact_sheet(
 
     Images smaller than 96 pixels are enlarged by a whole factor.
     """
-    scale = max(1, -(-_LEAST_SIDE // min(rows[0][1][0].shape[:2])))
+    scale = max(1, -(-_MIN_IMAGE_SIDE // min(rows[0][1][0].shape[:2])))
     frame = ((_FRAME, _FRAME), (_FRAME, _FRAME), (0, 0))
     lines = []
     for name, images in rows:
@@ -49,11 +49,11 @@ def draw_confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) 
     Large cells contain percentages. If there is no room for all names, every n-th is written. With
     more than 2,000 classes, neighboring classes share a cell.
     """
-    per_cell = -(-len(matrix) // _LONGEST)
+    per_cell = -(-len(matrix) // _MAX_MATRIX_PIXELS)
     starts = np.arange(0, len(matrix), per_cell)
     cells = np.add.reduceat(np.add.reduceat(matrix, starts, axis=0), starts, axis=1)
     shares = cells / np.maximum(1, cells.sum(axis=1, keepdims=True))
-    cell = max(1, min(48, _LONGEST // len(cells)))
+    cell = max(1, min(48, _MAX_MATRIX_PIXELS // len(cells)))
     shown = range(0, len(cells), -(-_LINE // cell))
     labels = [_shorten(names[int(starts[i])], _NAME_WIDTH) for i in shown]
     margin, side = 12 + max(map(_text_width, labels)), cell * len(cells)

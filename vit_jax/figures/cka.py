@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from vit_jax.analysis import cka
 from vit_jax.base import Array, Batch, Float
 from vit_jax.figures import layers, style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.figures.layers import Layer
 from vit_jax.models import ModelConfig
 
@@ -29,40 +29,40 @@ _PART = re.compile(r'block\d+|stage\d+/unit\d+')
 compute_terms = jax.jit(cka.terms)  # of Gram matrices
 
 
-def compute(images: Images, *networks: Network) -> Numbers:
-    """Returns `cka` (t t) of all layers, and the names `layers` (t) and `networks` (t)."""
-    return similarity(images, networks, layers.all_layers)
+def compute(images: Images, *models: PlacedModel) -> Numbers:
+    """Returns `cka` (t t) of all layers, and the names `layers` (t) and `models` (t)."""
+    return similarity(images, models, layers.all_layers)
 
 
 def similarity(
-    images: Images, networks: Sequence[Network], choose: Callable[[ModelConfig], list[Layer]]
+    images: Images, models: Sequence[PlacedModel], choose: Callable[[ModelConfig], list[Layer]]
 ) -> Numbers:
     """Returns the numbers of `compute` for the layers that `choose` selects."""
-    chosen = [choose(network.loaded.config) for network in networks]
-    grams = [gram_matrices(*pair) for pair in zip(networks, chosen, strict=True)]
+    chosen = [choose(model.loaded.config) for model in models]
+    grams = [gram_matrices(*pair) for pair in zip(models, chosen, strict=True)]
 
     def terms() -> Iterator[cka.Terms]:
-        for batches in zip(*(images.batches(network) for network in networks), strict=True):
+        for batches in zip(*(images.batches(model) for model in models), strict=True):
             each = [gram(batch) for gram, batch in zip(grams, batches, strict=True)]
             stacked = jnp.concatenate(each)
             yield compute_terms(stacked, stacked)
 
-    names = [network.name for network in networks]
+    names = [model.name for model in models]
     return {
         'cka': ratio(terms()),
         'layers': np.array([str(layer) for each in chosen for layer in each]),
-        'networks': np.repeat(names, [len(each) for each in chosen]),
+        'models': np.repeat(names, [len(each) for each in chosen]),
     }
 
 
 def gram_matrices(
-    network: Network, chosen: Sequence[Layer]
+    model: PlacedModel, chosen: Sequence[Layer]
 ) -> Callable[[Batch], Float[Array, 't n n']]:
     """Returns a function from a batch to the centered Gram matrices of the chosen layers.
 
     They are computed inside the blocks, so that features of all layers are never in memory at once.
     """
-    capture = network.capture(layers.same_reduction(chosen, cka.centered_gram))
+    capture = model.capture(layers.same_reduction(chosen, cka.centered_gram))
     return lambda batch: layers.stack_layers(capture(batch), chosen)
 
 
@@ -76,17 +76,17 @@ def ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
 @style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws the matrix, with the names of the models at the sides."""
-    networks = numbers['networks']
+    models = numbers['models']
     drawing = style.canvas(8.0, 8.0, 'CKA: similarity of the features of all pairs of layers')
     axes = drawing.subplots()
     draw_matrix(axes, numbers['cka'], numbers['layers'])
-    starts = np.flatnonzero(np.r_[True, networks[1:] != networks[:-1]])
-    ends = np.r_[starts[1:], len(networks)]
+    starts = np.flatnonzero(np.r_[True, models[1:] != models[:-1]])
+    ends = np.r_[starts[1:], len(models)]
     for start in starts[1:]:
         axes.axvline(start - 0.5, color='white', linewidth=3)
         axes.axhline(start - 0.5, color='white', linewidth=3)
-    room = (style.count_letters(5.2 * count / len(networks)) for count in ends - starts)
-    names = [style.shorten(str(networks[i]), most) for i, most in zip(starts, room, strict=True)]
+    room = (style.count_letters(5.2 * count / len(models)) for count in ends - starts)
+    names = [style.shorten(str(models[i]), most) for i, most in zip(starts, room, strict=True)]
     middles = (starts + ends - 1) / 2
     above, right = axes.secondary_xaxis('top'), axes.secondary_yaxis('right')
     above.set_xticks(middles, names)

@@ -17,7 +17,7 @@ class Curve(NamedTuple):
     """A line or a set of points."""
 
     name: str  # name in the legend; '': not in the legend
-    place: int | None  # index of its color; None: gray
+    color_index: int | None  # index of its color; None: gray
     x: Float[np.ndarray, 'n']
     y: Float[np.ndarray, 'n']
     style: Any = '-'  # matplotlib's linestyle; '': points without a line
@@ -46,14 +46,14 @@ def draw_curves(
     drawing = style.canvas(_WIDTH, _HEIGHT, title)
     axes = drawing.subplots()
     for curve in drawn:
-        look = style.line_style(curve.place or 0, curve.name) | {
+        look = style.line_style(curve.color_index or 0, curve.name) | {
             'linestyle': curve.style or 'none',
             'fillstyle': curve.fill,
             'markeredgewidth': 1,
             'markerfacecoloralt': 'white',
             'markevery': max(1, len(curve.x) // 12),
         }
-        if curve.place is None:
+        if curve.color_index is None:
             look['color'] = '0.4'
         if not curve.name:
             look['label'] = None

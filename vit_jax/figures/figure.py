@@ -53,7 +53,7 @@ class Figure:
     """
 
     docstring: str  # TITLE (SOURCE). How it is computed, and what to look for.
-    compute: Callable[..., Numbers]  # (images, network) or (images, *networks)
+    compute: Callable[..., Numbers]  # (images, model) or (images, *models)
     draw: Callable[[Numbers], Any]  # returns a matplotlib figure
     finding: Callable[[Numbers], str] = lambda _: ''  # a sentence with the main result
     compares_models: bool = False  # whether one picture shows all models
@@ -77,7 +77,7 @@ def find_figure(name: str) -> Figure:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Network:
+class PlacedModel:
     """A model on the devices, with a reader that prepares images for it."""
 
     name: str
@@ -133,25 +133,25 @@ class Images:
         count = len(self.indices) if most is None else min(most, len(self.indices))
         return self.indices[: max(1, count // self.batch_size) * self.batch_size]
 
-    def batches(self, network: Network, most: int | None = None) -> Iterator[Batch]:
+    def batches(self, model: PlacedModel, most: int | None = None) -> Iterator[Batch]:
         """Yields the used images in batches, prepared for a model."""
         used, size = self.used_indices(most), self.batch_size
-        sharding = meshes.batch_sharding(network.mesh)
-        loader = loading.make_loader(network.reader, LoaderConfig(placement='host'), sharding)
+        sharding = meshes.batch_sharding(model.mesh)
+        loader = loading.make_loader(model.reader, LoaderConfig(placement='host'), sharding)
         batches = loading.sequential_batches(loader, used, batch_size=size)
         return iter(self.progress(batches, len(used) // size))
 
     def capture(
-        self, network: Network, wanted: Mapping[str, Reduction], most: int | None = None
+        self, model: PlacedModel, wanted: Mapping[str, Reduction], most: int | None = None
     ) -> Iterator[dict[str, Any]]:
         """Yields the intermediates of `Model.capture` for each batch, as numpy arrays."""
-        capture = network.capture(wanted)
-        return (jax.device_get(capture(batch)) for batch in self.batches(network, most))
+        capture = model.capture(wanted)
+        return (jax.device_get(capture(batch)) for batch in self.batches(model, most))
 
-    def first_images(self, network: Network, count: int) -> Float[np.ndarray, 'n h w c']:
+    def first_images(self, model: PlacedModel, count: int) -> Float[np.ndarray, 'n h w c']:
         """Returns the first images, cropped for a model, with values in [0, 1]."""
         refs = self.indices[:count].tolist()
-        images = [network.reader.example(ExampleRef(index))[0] for index in refs]
+        images = [model.reader.example(ExampleRef(index))[0] for index in refs]
         return np.stack(images).astype(np.float32) / 255
 
 
@@ -187,20 +187,20 @@ def choose_batch(images: int, batch_size: int) -> tuple[int, Mesh]:
     return size, meshes.make_mesh(meshes.MeshConfig(), devices[: math.gcd(size, len(devices))])
 
 
-def put_on_devices(name: str, loaded: LoadedModel, reader: ImageReader, mesh: Mesh) -> Network:
+def put_on_devices(name: str, loaded: LoadedModel, reader: ImageReader, mesh: Mesh) -> PlacedModel:
     """Copies the parameters of a model to each device of the mesh."""
     sharding = jax.tree.map(lambda _: meshes.replicated(mesh), loaded.params)
-    return Network(name, loaded, meshes.put(loaded.params, sharding), reader, mesh)
+    return PlacedModel(name, loaded, meshes.put(loaded.params, sharding), reader, mesh)
 
 
-def require_finite(images: Images, network: Network) -> None:
+def require_finite(images: Images, model: PlacedModel) -> None:
     """Raises UserError if the logits of an image have NaN or infinity."""
 
     def finite(params: Params, batch: Float[Array, 'b h w c']) -> Array:
-        logits = network.loaded.model.apply(params, batch)
+        logits = model.loaded.model.apply(params, batch)
         return jnp.isfinite(logits).reshape(len(logits), -1).all(axis=1)
 
-    flags = map(network.compile(finite), images.batches(network))
+    flags = map(model.compile(finite), images.batches(model))
     wrong = sum(int((~each).sum()) for each in flags)
     advice = 'pass --figures=filters,positions, which need no images, or leave out the model'
-    require(not wrong, f'{network.name}: NaN or infinity in the logits of {wrong} images; {advice}')
+    require(not wrong, f'{model.name}: NaN or infinity in the logits of {wrong} images; {advice}')

@@ -11,15 +11,15 @@ import numpy as np
 from vit_jax.analysis import filters
 from vit_jax.base import UserError
 from vit_jax.figures import style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models.resnet import standardize
 
 _COMPONENTS, _COLUMNS = 28, 7  # as in figure 7 of the paper
 
 
-def compute(images: Images, network: Network) -> Numbers:
+def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns `components` (k p q c) in [0, 1] and their share of the variance `explained` (k)."""
-    params, config = network.loaded.params, network.loaded.config
+    params, config = model.loaded.params, model.loaded.config
     kernel: np.ndarray
     if config.backbone is None:
         kernel = np.asarray(params['embedding']['kernel'], np.float32)

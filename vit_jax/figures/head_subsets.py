@@ -15,20 +15,20 @@ from vit_jax.analysis import cka as analysis
 from vit_jax.base import Array, Float, Int, UserError
 from vit_jax.figures import cka, layers, style
 from vit_jax.figures.attention_distance import mean_distance
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ResNetConfig, ViTConfig
 
 _MOST_LAYERS = 8
 
 
-def compute(images: Images, *networks: Network) -> Numbers:
+def compute(images: Images, *models: PlacedModel) -> Numbers:
     """Compares subsets of the heads of block 0 with the lower layers of a ResNet.
 
     Returns `cka` (s l), the mean `distance` (s) in pixels, and the names of the `layers` (l).
     """
-    vits = [one for one in networks if isinstance(one.loaded.config, ViTConfig)]
+    vits = [one for one in models if isinstance(one.loaded.config, ViTConfig)]
     vits.sort(key=lambda one: one.loaded.config.backbone is not None)  # ViTs before hybrids
-    resnets = [one for one in networks if isinstance(one.loaded.config, ResNetConfig)]
+    resnets = [one for one in models if isinstance(one.loaded.config, ResNetConfig)]
     if not vits or not resnets:
         raise UserError('needs a ViT and a ResNet')
     vit, resnet = vits[0], resnets[0]

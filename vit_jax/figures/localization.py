@@ -14,35 +14,35 @@ from vit_jax.analysis.cka import Terms
 from vit_jax.analysis.localization import localization, split_into_patches
 from vit_jax.base import Array, Float, Params
 from vit_jax.figures import cka, style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ResNetConfig
 
 _TILES = 4  # drawn tokens per side of the grid
 
 
-def compute(images: Images, network: Network) -> Numbers:
+def compute(images: Images, model: PlacedModel) -> Numbers:
     """Compares tokens of the last block, or places of the last feature map, with image patches.
 
     Returns `cka` (t rows columns), and the (row, column) of the `tokens` (t 2), which is (-1, -1)
     for class tokens.
     """
-    config = network.loaded.config
+    config = model.loaded.config
     rows, columns = config.grid
     prefix = class_tokens = 0
     if isinstance(config, ResNetConfig):
         stages = len(config.backbone.blocks)
         tap = f'stage{stages}' if stages else 'root'
     else:
-        tap, prefix, class_tokens = 'tokens', config.prefix, config.num_class_tokens
+        tap, prefix, class_tokens = 'tokens', config.num_prefix_tokens, config.num_class_tokens
 
     def terms(params: Params, pixels: Float[Array, 'b h w c']) -> Terms:
         identity = {tap: lambda x: x.reshape(len(x), -1, x.shape[-1])}
-        last = network.loaded.model.capture(params, pixels, identity)[1][tap]
+        last = model.loaded.model.capture(params, pixels, identity)[1][tap]
         last = last if isinstance(config, ResNetConfig) else last[-1]
         tokens = jnp.concatenate([last[:, :class_tokens], last[:, prefix:]], axis=1)
         return localization(tokens, split_into_patches(pixels, (rows, columns)))
 
-    values = cka.ratio(map(network.compile(terms), images.batches(network)))
+    values = cka.ratio(map(model.compile(terms), images.batches(model)))
     places = [(-1, -1)] * class_tokens + [(i, j) for i in range(rows) for j in range(columns)]
     return {'cka': values.reshape(-1, rows, columns), 'tokens': np.array(places)}
 

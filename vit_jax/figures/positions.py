@@ -11,21 +11,21 @@ import numpy as np
 from vit_jax.analysis import positions
 from vit_jax.base import UserError
 from vit_jax.figures import style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models.model import compute_position_table
 from vit_jax.models.positions import LEARNED, WIDTH_MULTIPLES
 
 _MOST_TILES = 14  # per side
 
 
-def compute(images: Images, network: Network) -> Numbers:
+def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns the cosine `similarity` (rows columns rows columns) of all pairs of positions."""
-    config = network.vit
+    config = model.vit
     if config.positions not in WIDTH_MULTIPLES:
         raise UserError('the model has no position embeddings')
     if config.positions_at == 'every_layer' and config.positions in LEARNED:
         raise UserError('not supported for separate position embeddings in each layer')
-    table = compute_position_table(config, network.loaded.params)
+    table = compute_position_table(config, model.loaded.params)
     prefix = config.num_class_tokens
     return {'similarity': np.asarray(positions.similarity(table, config.grid, prefix=prefix))}
 

@@ -14,20 +14,20 @@ from vit_jax.base import Array, Float, Int, UserError
 from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labeled
 from vit_jax.figures import layers, style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ResNetConfig
 
 _SEEDS, _SHOTS, _MOST_IMAGES = (0, 1, 2), 10, 2048
 _ALONG = 3  # single patches per side of the grid, 9 in total
 
 
-def compute(images: Images, *networks: Network) -> Numbers:
+def compute(images: Images, *models: PlacedModel) -> Numbers:
     """Fits ridge probes to the class token, to means, and to single patches of each layer.
 
     Returns `accuracy` and its `deviation` over draws (series l), NaN beyond the layers of a model;
     the names of the `series`; and the numbers of `shots`, `classes` and `tested` images.
     """
-    source = networks[0].reader.source
+    source = models[0].reader.source
     if not source.class_names or source.multi_label:
         raise UserError('needs images with one class label each')
     labels = source.labels[images.used_indices(_MOST_IMAGES)]
@@ -44,11 +44,11 @@ def compute(images: Images, *networks: Network) -> Numbers:
         return [*result.accuracies.values()]
 
     by_series: dict[str, list[tuple[float, float]]] = {}
-    for network in networks:
-        for layer in _features(images, network):
+    for model in models:
+        for layer in _features(images, model):
             for kind, samples in layer.items():
                 of_draws = np.mean([accuracies(one) for one in samples.swapaxes(0, 1)], axis=0)
-                series = by_series.setdefault(f'{network.name}: {kind}', [])
+                series = by_series.setdefault(f'{model.name}: {kind}', [])
                 series.append((of_draws.mean(), of_draws.std()))
     values = np.full((len(by_series), max(map(len, by_series.values())), 2), np.nan)
     for row, series in zip(values, by_series.values(), strict=True):
@@ -64,10 +64,10 @@ def compute(images: Images, *networks: Network) -> Numbers:
 
 
 def _features(
-    images: Images, network: Network
+    images: Images, model: PlacedModel
 ) -> list[dict[str, Float[np.ndarray, 'i samples d']]]:
     """Returns the features of each layer by kind. Each sample of an image is probed separately."""
-    config = network.loaded.config
+    config = model.loaded.config
 
     def of_map(x: Float[Array, 'b h w c']) -> dict[str, Array]:
         places = x.reshape(len(x), -1, x.shape[-1])
@@ -75,16 +75,16 @@ def _features(
         return {'mean of positions': places.mean(axis=1, keepdims=True), 'single positions': single}
 
     def of_tokens(x: Float[Array, 'b n d']) -> dict[str, Array]:
-        patches = x[:, network.vit.prefix :]
+        patches = x[:, model.vit.num_prefix_tokens :]
         features = {
             'mean of patches': patches.mean(axis=1, keepdims=True),
             'single patches': patches[:, _spread(config.grid)],
         }
-        return features | ({'class token': x[:, :1]} if network.vit.num_class_tokens else {})
+        return features | ({'class token': x[:, :1]} if model.vit.num_class_tokens else {})
 
     chosen = layers.output_layers(config)
     select = of_map if isinstance(config, ResNetConfig) else of_tokens
-    captures = images.capture(network, layers.same_reduction(chosen, select), _MOST_IMAGES)
+    captures = images.capture(model, layers.same_reduction(chosen, select), _MOST_IMAGES)
     batches = [layers.select_layers(captured, chosen) for captured in captures]
     return [
         {kind: np.concatenate([part[kind] for part in parts]) for kind in sorted(parts[0])}

@@ -15,16 +15,16 @@ import numpy as np
 from vit_jax.analysis.receptive_field import receptive_fields
 from vit_jax.base import Array, Float, Params, UserError
 from vit_jax.figures import layers, style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.figures.layers import Layer
 from vit_jax.models import ResNetConfig, build
 
 _LAYERS, _IMAGES, _CHANNELS = 6, 32, 2  # drawn layers; averaged images and channels
 
 
-def compute(images: Images, network: Network) -> Numbers:
+def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns the fields (l h w) `before` and `after` the skip connection of `layers` (l)."""
-    config = network.loaded.config
+    config = model.loaded.config
     if isinstance(config, ResNetConfig):
         names = layers.units(config.backbone)
         if not names:
@@ -32,44 +32,44 @@ def compute(images: Images, network: Network) -> Numbers:
         names = [names[i] for i in style.evenly(len(names), _LAYERS)]
         taps = [[Layer(f'{unit}/{part}') for unit in names] for part in ('norm3', 'out')]
         # Units differ in their number of channels, so each needs its own pass.
-        before, after = ([_fields(images, network, [one])[0] for one in part] for part in taps)
+        before, after = ([_fields(images, model, [one])[0] for one in part] for part in taps)
         fields = np.array([before, after])
     else:
         blocks = style.evenly(config.depth, _LAYERS)
         taps = [[Layer(tap, block) for block in blocks] for tap in ('attention/out', 'tokens')]
-        fields = np.stack([_fields(images, network, part) for part in taps])
+        fields = np.stack([_fields(images, model, part) for part in taps])
         names = [f'block{block}' for block in blocks]
     return {'before': fields[0], 'after': fields[1], 'layers': np.array(names)}
 
 
 def _fields(
-    images: Images, network: Network, chosen: Sequence[Layer]
+    images: Images, model: PlacedModel, chosen: Sequence[Layer]
 ) -> Float[np.ndarray, 'l h w']:
     """Computes the fields of layers with equal numbers of channels."""
-    config = network.loaded.config
+    config = model.loaded.config
     rows, columns = config.grid
 
     def center(x: Array) -> Float[Array, 'b d']:
         if isinstance(config, ResNetConfig):
             return x[:, x.shape[1] // 2, x.shape[2] // 2]
-        return x[:, config.prefix + rows // 2 * columns + columns // 2]
+        return x[:, config.num_prefix_tokens + rows // 2 * columns + columns // 2]
 
     taps = layers.same_reduction(chosen, center)
     # The backward pass recomputes blocks: activations of all of them would not fit in memory.
-    model = build(config, compute=dataclasses.replace(network.loaded.compute, remat='block'))
+    rematerialized = build(config, compute=dataclasses.replace(model.loaded.compute, remat='block'))
 
     def centers(params: Params, pixels: Float[Array, 'b h w c']) -> Float[Array, 'l b d']:
-        return layers.stack_layers(model.capture(params, pixels, taps)[1], chosen)
+        return layers.stack_layers(rematerialized.capture(params, pixels, taps)[1], chosen)
 
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), np.float32)
-    width = jax.eval_shape(centers, network.params, image).shape[-1]
+    width = jax.eval_shape(centers, model.params, image).shape[-1]
 
     def of_batch(params: Params, pixels: Float[Array, 'b h w c']) -> Float[Array, 'l h w']:
         pixels = pixels[:_IMAGES]
         channels = jax.random.randint(jax.random.key(0), (len(pixels), _CHANNELS), 0, width)
         return receptive_fields(lambda x: centers(params, x), pixels, channels)
 
-    fields = [*map(network.compile(of_batch), images.batches(network, _IMAGES))]
+    fields = [*map(model.compile(of_batch), images.batches(model, _IMAGES))]
     return np.mean(fields, axis=0)
 
 

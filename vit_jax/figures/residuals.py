@@ -13,13 +13,13 @@ import numpy as np
 from vit_jax.analysis.residual import cosine, norm_ratio
 from vit_jax.base import Array, Float, UserError
 from vit_jax.figures import layers, style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ResNetConfig
 
 
-def compute(images: Images, network: Network) -> Numbers:
+def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns `ratio` and `cosine` (kinds l), the `kinds`, and the names of the `layers` (l)."""
-    config = network.loaded.config
+    config = model.loaded.config
     prefix = class_tokens = 0
     if isinstance(config, ResNetConfig):
         names = layers.units(config.backbone)
@@ -29,7 +29,7 @@ def compute(images: Images, network: Network) -> Numbers:
     else:
         names = [f'block{block}' for block in range(config.depth)]
         taps = ['attention/residual', 'mlp/residual']
-        prefix, class_tokens = config.prefix, config.num_class_tokens
+        prefix, class_tokens = config.num_prefix_tokens, config.num_class_tokens
         tokens = ['patches', 'class token'] if class_tokens else ['tokens']
         kinds = [f'{branch}, {token}' for branch in ('attention', 'MLP') for token in tokens]
 
@@ -40,7 +40,7 @@ def compute(images: Images, network: Network) -> Numbers:
         parts = [both[..., prefix:]] + ([both[..., :class_tokens]] if class_tokens else [])
         return jnp.stack([part.mean(axis=(1, 2)) for part in parts])
 
-    captures = list(images.capture(network, dict.fromkeys(taps, measure)))
+    captures = list(images.capture(model, dict.fromkeys(taps, measure)))
     means = [np.mean([each[tap] for each in captures], axis=0) for tap in taps]
     if isinstance(config, ResNetConfig):
         pairs = np.stack(means, axis=1)  # kinds l 2

@@ -14,14 +14,14 @@ from vit_jax.analysis import attention
 from vit_jax.base import Array, Float
 from vit_jax.figures import style
 from vit_jax.figures.attention_maps import average_pooled_tokens
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 
 _SHOWN, _PAIRS = 6, 2  # images; image pairs per row
 
 
-def compute(images: Images, network: Network) -> Numbers:
+def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns the first `images` (b h w 3) in [0, 1], and their `relevance` (b rows columns)."""
-    config, prefix = network.vit, network.vit.prefix
+    config, prefix = model.vit, model.vit.num_prefix_tokens
     skips = [block not in config.blocks_without_skips for block in range(config.depth)]
 
     @jax.jit
@@ -35,9 +35,9 @@ def compute(images: Images, network: Network) -> Numbers:
     wanted = {'attention/weights': lambda weights: weights.mean(axis=1)}
     if config.pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights.mean(axis=(1, 2))
-    batches = [np.asarray(relevance(each)) for each in images.capture(network, wanted, _SHOWN)]
+    batches = [np.asarray(relevance(each)) for each in images.capture(model, wanted, _SHOWN)]
     shown = np.concatenate(batches)[:_SHOWN].reshape(-1, *config.grid)
-    return {'images': images.first_images(network, len(shown)), 'relevance': shown}
+    return {'images': images.first_images(model, len(shown)), 'relevance': shown}
 
 
 @style.styled

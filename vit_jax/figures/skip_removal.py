@@ -12,18 +12,18 @@ import numpy as np
 from vit_jax.base import UserError
 from vit_jax.checkpoints.transfer import remove_head
 from vit_jax.figures import cka, layers, style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ModelConfig, ViTConfig
 
 
-def compute(images: Images, *networks: Network) -> Numbers:
+def compute(images: Images, *models: PlacedModel) -> Numbers:
     """Compares models without the skip connections of some blocks with a model that has all.
 
     Returns `cka` (p t t) of each model, the complete model last; `names` (p) of the models; names
     of the `layers` (t); and `removed` (p t), which marks layers in blocks without skip connections.
     """
-    complete = [network for network in networks if not _removed(network)]
-    cut = [network for network in networks if _removed(network)]
+    complete = [model for model in models if not _removed(model)]
+    cut = [model for model in models if _removed(model)]
     pairs = [(one, other) for other in complete for one in cut if _body(one) == _body(other)]
     if not pairs:
         raise UserError(
@@ -36,20 +36,20 @@ def compute(images: Images, *networks: Network) -> Numbers:
     # The first norm of a block is before its skip connections.
     blocks = [None if layer.tap == 'norm1' else layer.block for layer in chosen]
     return {
-        'cka': np.stack([cka.compute(images, network)['cka'] for network in compared]),
-        'names': np.array([network.name for network in compared]),
+        'cka': np.stack([cka.compute(images, model)['cka'] for model in compared]),
+        'names': np.array([model.name for model in compared]),
         'layers': np.array([str(layer) for layer in chosen]),
         'removed': np.array([[block in _removed(one) for block in blocks] for one in compared]),
     }
 
 
-def _removed(network: Network) -> tuple[int, ...]:
-    return getattr(network.loaded.config, 'blocks_without_skips', ())
+def _removed(model: PlacedModel) -> tuple[int, ...]:
+    return getattr(model.loaded.config, 'blocks_without_skips', ())
 
 
-def _body(network: Network) -> ModelConfig:
+def _body(model: PlacedModel) -> ModelConfig:
     """Returns the architecture without head, with skip connections in all blocks."""
-    body = remove_head(network.loaded.config)
+    body = remove_head(model.loaded.config)
     return (
         dataclasses.replace(body, blocks_without_skips=()) if isinstance(body, ViTConfig) else body
     )

@@ -10,15 +10,15 @@ import numpy as np
 from vit_jax.base import UserError
 from vit_jax.checkpoints.transfer import remove_head
 from vit_jax.figures import cka, layers, style
-from vit_jax.figures.figure import Figure, Images, Network, Numbers
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 
 
-def compute(images: Images, *networks: Network) -> Numbers:
+def compute(images: Images, *models: PlacedModel) -> Numbers:
     """Compares each layer of the models with the same layer of the first model, the `reference`.
 
     Returns `cka` (m l), and the names of the other models, `names` (m), and of the `layers` (l).
     """
-    first, *others = networks
+    first, *others = models
     body = remove_head(first.loaded.config)
     compared = [one for one in others if remove_head(one.loaded.config) == body]
     if not compared:
@@ -30,7 +30,7 @@ def compute(images: Images, *networks: Network) -> Numbers:
     blocks = numbers['cka'][:count].reshape(count, -1, count)
     return {
         'cka': np.einsum('lml->ml', blocks)[1:],
-        'names': np.array([network.name for network in compared]),
+        'names': np.array([model.name for model in compared]),
         'layers': numbers['layers'][:count],
         'reference': np.array(first.name),
     }

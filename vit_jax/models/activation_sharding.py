@@ -27,7 +27,7 @@ def keep_sharded(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))
 
 
-def is_known() -> bool:
+def is_sharding_known() -> bool:
     """Returns whether the sharding of arrays is known: one device, or a mesh in context."""
     is_alone = jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
     return is_alone or _mesh() is not None

@@ -20,8 +20,8 @@ Logits = Float[Array, 'b h q n']
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
 LONG_SEQUENCE = 1024  # tokens; longer sequences avoid the array of all attention weights
 OUTPUT = 'attention'  # checkpoint_name of the output, for rematerialization policies
-_QUERIES = 256  # largest number of queries per block of `blockwise`
-_LANES, _BLOCK = 128, 1024  # splash: lanes of a TPU vector register, and the largest block size
+_MAX_QUERIES = 256  # largest number of queries per block of `blockwise`
+_LANES, _MAX_BLOCK = 128, 1024  # splash: lanes of a TPU vector register, and the largest block size
 _INTERPRET = False  # True runs the TPU kernel in an interpreter (tests on CPUs)
 
 
@@ -55,7 +55,7 @@ def attend(
         implementation = 'xla'
     if implementation == 'splash':
         # The kernel's bfloat16 products do not support a higher matmul precision.
-        if jax.default_matmul_precision.value or not activation_sharding.is_known():
+        if jax.default_matmul_precision.value or not activation_sharding.is_sharding_known():
             implementation = 'blockwise'
     assert relative is None or implementation == 'xla'
     match implementation:
@@ -83,11 +83,11 @@ def _xla(query: Queries, key: Keys, value: Values, relative: Offsets | None = No
     power_of_two = 2.0 ** math.floor(math.log2(scale))  # division by a power of 2 does not round
     query = query / power_of_two
     bias = None if relative is None else _relative_logits(query, relative)
-    return _mix(query, key, value, bias, scale / power_of_two)
+    return _attend(query, key, value, bias, scale / power_of_two)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _mix(query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float) -> Queries:
+def _attend(query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float) -> Queries:
     """Computes softmax((Q K^T + bias) / scale) V; the scale is 1 for heads of size 64.
 
     The JVP is written by hand, as in fused kernels: it uses the rounded weights, and subtracts
@@ -95,10 +95,10 @@ def _mix(query: Queries, key: Keys, value: Values, bias: Logits | None, scale: f
     takes 142 M estimated cycles, and 153 M with `jax.nn.dot_product_attention`
     (`python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64`).
     """
-    return _mix_parts(query, key, value, bias, scale)[0]
+    return _attention_parts(query, key, value, bias, scale)[0]
 
 
-def _mix_parts(
+def _attention_parts(
     query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float
 ) -> tuple[Queries, Logits, Float[Array, 'b h q 1']]:
     """Computes the mixed values, exp(logits - max), and its sums over the keys."""
@@ -113,19 +113,19 @@ def _mix_parts(
     return checkpoint_name(mixed, OUTPUT), weights, total
 
 
-@_mix.defjvp
+@_attend.defjvp
 def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """Computes the JVP of `_mix` from its output m, the exponentials w of the logits l, s = sum w.
+    """Computes the JVP of `_attend` from its output m and w = exp(logits l), s = sum w.
 
     dm = d(sum_j w_j v_j / s) = (sum_j w_j (v_j dl_j + dv_j) - m sum_j w_j dl_j) / s.
     """
     (query, key, value, bias), (d_query, d_key, d_value, d_bias) = primals, tangents
-    mixed, weights, total = _mix_parts(query, key, value, bias, scale)
+    mixed, weights, total = _attention_parts(query, key, value, bias, scale)
     d_logits = jnp.einsum('bqhk,bnhk->bhqn', d_query, key)
     d_logits += jnp.einsum('bqhk,bnhk->bhqn', query, d_key)
     if bias is not None:
         d_logits += d_bias.astype(d_logits.dtype)
-    d_weights, d_total = _change_weights(weights, d_logits, scale)
+    d_weights, d_total = _weight_tangents(weights, d_logits, scale)
     d_sums = jnp.einsum('bhqn,bnhk->bhqk', d_weights, value)
     d_sums += jnp.einsum('bhqn,bnhk->bhqk', weights, d_value)
     d_mixed = d_sums.astype(jnp.float32).transpose(0, 2, 1, 3)
@@ -135,7 +135,7 @@ def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
 
 # The checkpoint lets the backward pass keep the rounded weights only, without a float32 copy.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def _change_weights(
+def _weight_tangents(
     weights: Logits, d_logits: Logits, scale: float
 ) -> tuple[Logits, Float[Array, 'b h q 1']]:
     """Computes the tangents of the unnormalized weights and of their sums over the keys."""
@@ -157,7 +157,7 @@ def _relative_logits(query: Queries, relative: Offsets) -> Logits:
 def _blockwise(query: Queries, key: Keys, value: Values) -> Queries:
     """Attends with one block of queries at a time; the backward pass recomputes each block."""
     batch, queries, *head = query.shape
-    count = -(-queries // _QUERIES)
+    count = -(-queries // _MAX_QUERIES)
     size = -(-queries // count)
     padding = count * size - queries
     query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -239,6 +239,6 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
 
 def _block_sizes(length: int) -> tuple[int, int]:
     """Returns the block size, the same for all blocks of a sequence, and the padded length."""
-    count = -(-length // _BLOCK)
+    count = -(-length // _MAX_BLOCK)
     size = -(-length // (count * _LANES)) * _LANES
     return size, count * size

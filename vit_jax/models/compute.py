@@ -117,10 +117,10 @@ def resolve_compute(
     if isinstance(model, ViTConfig):
         # A rolled loop copies activations, which costs time on GPUs.
         compute = _set_auto(compute, unroll=model.depth if platform == 'gpu' else 1)
-        draws = regularization not in (None, Regularization())
-        _check(compute, model, platform, draws=draws)
+        is_random = regularization not in (None, Regularization())
+        _check_supported(compute, model, platform, is_random=is_random)
         has_few_blocks = model.depth <= max(_FEW_BLOCKS, int(compute.unroll))
-        splits_last_block = has_few_blocks and model.num_tokens_read is not None and not draws
+        splits_last_block = has_few_blocks and model.num_tokens_read is not None and not is_random
         attention = _fastest_attention(model, platform, compute.dtype)
         last_block = 'class_tokens' if splits_last_block else 'whole'
         compute = _set_auto(compute, attention=attention, last_block=last_block)
@@ -135,8 +135,8 @@ def _set_auto(compute: Compute, **choices: Any) -> Compute:
     return dataclasses.replace(compute, **values)
 
 
-def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) -> None:
-    """Raises UserError for unsupported options; `draws`: dropout or stochastic depth is used."""
+def _check_supported(compute: Compute, model: ViTConfig, platform: str, *, is_random: bool) -> None:
+    """Raises UserError for unsupported options. With dropout or stochastic depth, `is_random`."""
     kernel, needed = compute.attention, _KERNEL_PLATFORMS.get(compute.attention, platform)
     wrong, instead = f'compute.attention={kernel}:', 'set compute.attention=auto'
     devices = f'expected a {needed.upper()}, got a {platform.upper()}'
@@ -150,7 +150,7 @@ def _check(compute: Compute, model: ViTConfig, platform: str, *, draws: bool) ->
         wrong, instead = 'compute.last_block=class_tokens:', 'set compute.last_block=auto'
         heads = f'the head reads patches (pool={model.pool}, patch_outputs={model.patch_outputs})'
         require(model.num_tokens_read is not None, f'{wrong} {heads}; {instead}')
-        require(not draws, f'{wrong} not supported with dropout or stochastic depth; {instead}')
+        require(not is_random, f'{wrong} not supported with dropout or stochastic depth; {instead}')
 
 
 def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implementation:
@@ -206,21 +206,21 @@ def activation_bytes(model: ViTConfig, compute: Compute) -> dict[str, int]:
 
 
 def apply_remat(
-    block: Any, compute: Compute, *, in_loop: bool = False, by: Any = jax.checkpoint
+    block: Any, compute: Compute, *, in_loop: bool = False, wrap: Any = jax.checkpoint
 ) -> Any:
     """Applies the policy `compute.remat` to a block.
 
     Args:
-      block: A function, or a module if `by` is `nn.remat`.
+      block: A function, or a module if `wrap` is `nn.remat`.
       compute: Options without `auto`.
       in_loop: Whether the block runs in a rolled loop. If not, barriers keep XLA's common
         subexpression elimination from undoing the recomputation.
-      by: `jax.checkpoint` or `nn.remat`.
+      wrap: `jax.checkpoint` or `nn.remat`.
     """
     if compute.remat == 'none':
         return block
     policies = {'dots': _keep_products, 'block': jax.checkpoint_policies.nothing_saveable}
-    return by(block, prevent_cse=not in_loop, policy=policies[compute.remat])
+    return wrap(block, prevent_cse=not in_loop, policy=policies[compute.remat])
 
 
 def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:

@@ -19,7 +19,8 @@ Head = str | Callable[..., Any]
 # (map), all tokens (none), the class token and the mean, concatenated (cls_gap, DINOv2), or the
 # class token and the distillation token (cls_dist, DeiT).
 Pool = Literal['cls', 'gap', 'map', 'none', 'cls_gap', 'cls_dist']
-_READS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}  # class tokens that a pool reads
+# Number of class tokens that a pool reads.
+_CLASS_TOKENS: dict[Pool, int] = {'cls': 1, 'cls_gap': 1, 'cls_dist': 2}
 # Where positions are added: once, before the blocks (stem), or at the start of each block, with a
 # table for each block (every_layer) or one table for all (every_layer_shared).
 PositionsAt = Literal['stem', 'every_layer', 'every_layer_shared']
@@ -55,13 +56,13 @@ class Backbone(Record):
         """Downsampling factor from the image to the feature map."""
         return 2 ** (2 + max(0, len(self.blocks) - 1))
 
-    def map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
+    def feature_map_size(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """Returns (height, width) of the feature map. Each halving rounds up (SAME padding)."""
         return -(-image_size[0] // self.stride), -(-image_size[1] // self.stride)
 
 
 @dataclasses.dataclass(kw_only=True)
-class ImagesAndHead(Record):
+class ArchitectureConfig(Record):
     """Fields of all architectures: input images and head. Sizes are (height, width)."""
 
     image_size: tuple[int, int] = (224, 224)  # image (height, width) in pixels
@@ -79,7 +80,7 @@ class ImagesAndHead(Record):
 
 
 @dataclasses.dataclass(kw_only=True)
-class ResNetConfig(ImagesAndHead):
+class ResNetConfig(ArchitectureConfig):
     """The architecture of a ResNet classifier."""
 
     backbone: Backbone = dataclasses.field(default_factory=Backbone)  # all layers except the head
@@ -87,11 +88,11 @@ class ResNetConfig(ImagesAndHead):
     @property
     def grid(self) -> tuple[int, int]:
         """(height, width) of the last feature map."""
-        return self.backbone.map_size(self.image_size)
+        return self.backbone.feature_map_size(self.image_size)
 
 
 @dataclasses.dataclass(kw_only=True)
-class ViTConfig(ImagesAndHead):
+class ViTConfig(ArchitectureConfig):
     """The architecture of a Vision Transformer: what its parameters are and what they compute.
 
     The defaults are B/16 of the ViT paper. With a backbone, the model is the hybrid of section 3.1,
@@ -138,7 +139,7 @@ class ViTConfig(ImagesAndHead):
         require_between(self, 'registers', low=0, high=MAX_SIZE)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
         require_between(self, 'layer_scale', low=-1, high=1)
-        require_between(self, 'class_tokens', low=_READS.get(self.pool, 0), high=2)
+        require_between(self, 'class_tokens', low=_CLASS_TOKENS.get(self.pool, 0), high=2)
         require_between(self, 'blocks_without_skips', low=0, below=self.depth)
         wrong = 'representation_size: not supported with pool=cls_dist; leave it out'
         require(self.pool != 'cls_dist' or self.representation_size is None, wrong)
@@ -162,21 +163,21 @@ class ViTConfig(ImagesAndHead):
         Raises:
           UserError: If no patch fits into the image.
         """
-        (height, width), (p, q) = self._map_size, self.patch_size
+        (height, width), (p, q) = self._patched_size, self.patch_size
         what = 'feature map' if self.backbone is not None else 'image'
         wrong = f'patch_size={self.patch_size}: expected at most {height}x{width}, the size of the'
         require(height >= p and width >= q, f'{wrong} {what}')
         return height // p, width // q
 
     @property
-    def _map_size(self) -> tuple[int, int]:
+    def _patched_size(self) -> tuple[int, int]:
         """(height, width) of the array from which patches are cut."""
-        return self.backbone.map_size(self.image_size) if self.backbone else self.image_size
+        return self.backbone.feature_map_size(self.image_size) if self.backbone else self.image_size
 
     @property
-    def unused(self) -> str:
+    def unused_pixels(self) -> str:
         """Message about pixels that fill no patch; empty if the patches cover the image."""
-        sides = zip(self._map_size, self.patch_size, strict=True)
+        sides = zip(self._patched_size, self.patch_size, strict=True)
         h, w = (side % size for side, size in sides)
         what = 'feature map' if self.backbone else 'image'
         return f'the last {h} rows and {w} columns of the {what} are ignored' if h + w else ''
@@ -187,10 +188,10 @@ class ViTConfig(ImagesAndHead):
 
         They precede the patches, and like the patches they have positions.
         """
-        return _READS.get(self.pool, 0) if self.class_tokens is None else self.class_tokens
+        return _CLASS_TOKENS.get(self.pool, 0) if self.class_tokens is None else self.class_tokens
 
     @property
-    def prefix(self) -> int:
+    def num_prefix_tokens(self) -> int:
         """Number of tokens before the patches (class tokens, then registers)."""
         return self.num_class_tokens + self.registers
 
@@ -199,17 +200,17 @@ class ViTConfig(ImagesAndHead):
         """Number of leading tokens that the heads read, or None if they also read patches."""
         if self.pool not in ('cls', 'cls_dist') or self.patch_outputs is not None:
             return None
-        return _READS[self.pool]
+        return _CLASS_TOKENS[self.pool]
 
     @property
     def num_tokens(self) -> int:
         """Sequence length, including the tokens before the patches."""
-        return self.prefix + self.grid[0] * self.grid[1]
+        return self.num_prefix_tokens + self.grid[0] * self.grid[1]
 
     @property
     def sequence_summary(self) -> str:
         """Sequence length as text, with a note about pixels that fill no patch."""
-        return f'{self.num_tokens} tokens' + (f' ({self.unused})' if self.unused else '')
+        return f'{self.num_tokens} tokens' + (f' ({note})' if (note := self.unused_pixels) else '')
 
 
 ModelConfig = ViTConfig | ResNetConfig

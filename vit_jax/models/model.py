@@ -137,7 +137,7 @@ def compute_position_table(config: ViTConfig, params: Params) -> Float[np.ndarra
     if kind == 'none':
         return np.zeros((1, config.num_tokens - config.registers, width), np.float32)
     table = positions.make_table(
-        kind, config.grid, width, prefix=prefix, param=lambda name, *_: params[name]
+        kind, config.grid, width, class_tokens=prefix, param=lambda name, *_: params[name]
     )
     records.require(table is not None, f'positions={kind}: this kind is not added to tokens')
     return np.asarray(table)
@@ -171,10 +171,10 @@ def count_multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole')
     model = build(config, compute=compute)
     forward = model.predict_patches if has_patch_outputs(config) else model.apply
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
-    return _count(jax.make_jaxpr(forward)(abstract_params(config), image).jaxpr)
+    return _count_in_jaxpr(jax.make_jaxpr(forward)(abstract_params(config), image).jaxpr)
 
 
-def _count(jaxpr: Any) -> int:
+def _count_in_jaxpr(jaxpr: Any) -> int:
     """Counts the multiply-adds of a traced program."""
     total = 0
     for equation in jaxpr.eqns:
@@ -187,7 +187,7 @@ def _count(jaxpr: Any) -> int:
             total += _count_convolution(equation)
         else:
             times = params['length'] if name == 'scan' else 1
-            total += times * sum(_count(called) for called in jaxprs_in_params(params))
+            total += times * sum(_count_in_jaxpr(called) for called in jaxprs_in_params(params))
     return total
 
 

@@ -35,7 +35,7 @@ LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
 
 
 def make_table(
-    kind: PositionKind, grid: Grid, width: int, *, prefix: int, param: Callable[..., Any]
+    kind: PositionKind, grid: Grid, width: int, *, class_tokens: int, param: Callable[..., Any]
 ) -> Table | None:
     """Makes the embeddings that are added to class tokens and patches.
 
@@ -43,40 +43,40 @@ def make_table(
       kind: Kind of positions.
       grid: Number of patches along (height, width).
       width: Embedding dimension.
-      prefix: Number of class tokens before the patches.
+      class_tokens: Number of class tokens before the patches.
       param: Returns a parameter by name, initializer and shape, like `param` of a Flax module.
 
     Returns:
       The embeddings, or None for a kind that is not added to tokens.
     """
     normal, (rows, columns) = nn.initializers.normal(0.02), grid
-    before = (0, 0), (prefix, 0), (0, 0)  # zeros for class tokens
+    padding = (0, 0), (class_tokens, 0), (0, 0)  # zeros for class tokens
     match kind:
         case 'learned':
-            return param('pos_embedding', normal, (1, prefix + rows * columns, width))
+            return param('pos_embedding', normal, (1, class_tokens + rows * columns, width))
         case 'learned2d':
             x = param('pos_embedding_x', normal, (1, columns, width // 2))
             y = param('pos_embedding_y', normal, (1, rows, width // 2))
             halves = jnp.tile(x, (1, rows, 1)), jnp.repeat(y, columns, axis=1)
-            return jnp.pad(jnp.concatenate(halves, axis=-1), before)
+            return jnp.pad(jnp.concatenate(halves, axis=-1), padding)
         case 'sincos2d':
-            return np.pad(sincos2d(grid, width)[None], before)
+            return np.pad(sincos2d(grid, width)[None], padding)
     return None
 
 
-def add(tokens: Tokens, table: Table | None, *, before: int) -> Tokens:
+def add(tokens: Tokens, table: Table | None, class_tokens: int) -> Tokens:
     """Adds positions to tokens (equation 1), except to registers.
 
     Args:
-      tokens: The first `before` tokens are class tokens, then registers, then patches.
+      tokens: The first `class_tokens` tokens are class tokens, then registers, then patches.
       table: Embeddings of class tokens and patches; None: nothing is added.
-      before: Number of class tokens.
+      class_tokens: Number of class tokens.
     """
     if table is None:
         return tokens
     if registers := tokens.shape[1] - table.shape[1]:
         zeros = jnp.zeros((1, registers, table.shape[2]), table.dtype)
-        table = jnp.concatenate([table[:, :before], zeros, table[:, before:]], axis=1)
+        table = jnp.concatenate([table[:, :class_tokens], zeros, table[:, class_tokens:]], axis=1)
     return tokens + jnp.asarray(table).astype(tokens.dtype)
 
 
@@ -92,7 +92,7 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
 
 
-def rotate(heads: Sequence[Heads], grid: Grid, *, prefix: int) -> list[Heads]:
+def rotate(heads: Sequence[Heads], grid: Grid, num_prefix_tokens: int) -> list[Heads]:
     """Rotates queries and keys of patches by their positions (RoPE; DINOv3, section 3.2).
 
     (y, x) is the center of a patch, with the image between -1 and 1. The k/4 frequencies w fall
@@ -102,14 +102,14 @@ def rotate(heads: Sequence[Heads], grid: Grid, *, prefix: int) -> list[Heads]:
     Args:
       heads: Arrays of queries or keys, of all tokens or of the leading ones.
       grid: Number of patches along (height, width).
-      prefix: Number of tokens before the patches, which are not rotated.
+      num_prefix_tokens: Number of tokens before the patches, which are not rotated.
     """
     size = heads[0].shape[-1]
     y, x = np.mgrid[: grid[0], : grid[1]]
     centers = [(2 * index + 1) / side - 1 for index, side in zip((y, x), grid, strict=True)]
     frequencies = 100.0 ** (-np.arange(size // 4) * 4 / size)
     patch_angles = [2 * math.pi * center.reshape(-1, 1) * frequencies for center in centers]
-    angles = np.pad(np.tile(np.concatenate(patch_angles, axis=1), 2), ((prefix, 0), (0, 0)))
+    angles = np.pad(np.concatenate(2 * patch_angles, axis=1), ((num_prefix_tokens, 0), (0, 0)))
     cos, sin = (f(angles)[:, None].astype(np.float32) for f in (np.cos, np.sin))
 
     def rotate_one(x: Heads) -> Heads:

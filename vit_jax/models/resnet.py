@@ -18,7 +18,7 @@ from vit_jax.models.config import GROUPS, Backbone, ResNetConfig
 from vit_jax.models.taps import tap, tap_array
 
 FeatureMap = Float[Array, 'b h w c']
-Output = Float[Array, 'b _ _ _']
+Activation = Float[Array, 'b _ _ _']
 Kernel = Float[Array, 'p q c d']
 
 
@@ -41,14 +41,14 @@ class StdConv(nn.Module):
     stride: int = 1
 
     @nn.compact
-    def __call__(self, x: FeatureMap) -> Output:
+    def __call__(self, x: FeatureMap) -> Activation:
         shape = self.size, self.size, x.shape[-1], self.features
         kernel = standardize(self.param('kernel', nn.initializers.lecun_normal(), shape))
         x, kernel = x.astype(self.compute.dtype), kernel.astype(self.compute.dtype)
         return _convolution(x, kernel, self.stride, self.compute)
 
 
-def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -> Output:
+def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -> Activation:
     """Computes a SAME convolution without bias.
 
     With layout `flat`, 1x1 convolutions are matrix products, whose backward pass is 10 times faster
@@ -58,12 +58,12 @@ def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -
     products.
     """
 
-    def product(x: FeatureMap, kernel: Kernel) -> Output:
+    def product(x: FeatureMap, kernel: Kernel) -> Activation:
         if stride > 1:
             x = jax.lax.optimization_barrier(x[:, ::stride, ::stride])
         return (x.reshape(-1, x.shape[-1]) @ kernel[0, 0]).reshape(*x.shape[:3], -1)
 
-    def convolution(x: FeatureMap, kernel: Kernel) -> Output:
+    def convolution(x: FeatureMap, kernel: Kernel) -> Activation:
         axes, strides = ('NHWC', 'HWIO', 'NHWC'), (stride, stride)
         return jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=axes)
 
@@ -74,7 +74,7 @@ def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -
     return jax.lax.platform_dependent(x, kernel, cpu=product, default=convolution)
 
 
-def max_pool(x: FeatureMap, compute: Compute) -> Output:
+def max_pool(x: FeatureMap, compute: Compute) -> Activation:
     """Computes SAME max-pooling of 3x3 windows with stride 2.
 
     With layout `flat`, it is the maximum of nine shifted arrays, whose gradient is divided among
@@ -98,7 +98,7 @@ class Unit(nn.Module):
     stride: int
 
     @nn.compact
-    def __call__(self, x: FeatureMap) -> Output:
+    def __call__(self, x: FeatureMap) -> Activation:
         conv = functools.partial(StdConv, compute=self.compute)
         norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.compute.dtype)
         width, outputs, shortcut = self.channels, 4 * self.channels, x
@@ -130,8 +130,8 @@ class Stage(nn.Module):
     compute: Compute
 
     @nn.compact
-    def __call__(self, x: FeatureMap) -> Output:
-        unit = apply_remat(Unit, self.compute, by=nn.remat)
+    def __call__(self, x: FeatureMap) -> Activation:
+        unit = apply_remat(Unit, self.compute, wrap=nn.remat)
         for index in range(self.units):
             stride = self.stride if index == 0 else 1
             x = unit(self.channels, self.compute, stride, name=f'unit{index + 1}')(x)
@@ -145,7 +145,7 @@ class ResNet(nn.Module):
     compute: Compute
 
     @nn.compact
-    def __call__(self, images: FeatureMap) -> Output:
+    def __call__(self, images: FeatureMap) -> Activation:
         width, compute = self.backbone.width, self.compute
         x = tap_array(self, 'conv_root', StdConv(width, 7, compute, 2, name='conv_root')(images))
         norm = nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=compute.dtype, name='norm_root')

@@ -52,7 +52,7 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: TapSelection) -> d
     Raises:
       UserError: If a name is unknown.
     """
-    reductions = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, _whole)
+    reductions = wanted if isinstance(wanted, Mapping) else dict.fromkeys(wanted, _identity)
 
     def run(reduction_of: Callable[[str], Reduction | None]) -> dict[str, Any]:
         token = _reduction_of.set(reduction_of)
@@ -64,10 +64,10 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: TapSelection) -> d
 
     values = run(reductions.get)
     for name in sorted(reductions.keys() - values):
-        taps = jax.eval_shape(lambda: run(lambda name: _whole))
+        taps = jax.eval_shape(lambda: run(lambda name: _identity))
         raise UserError(f'capture: no tap {name!r} in this model; {records.closest(name, taps)}')
     return values
 
 
-def _whole(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

@@ -23,7 +23,7 @@ from vit_jax.models.taps import COLLECTION, tap, tap_array
 
 Images = Float[Array, 'b h w c']
 FirstTokens = Float[Array, 'b r d']
-Output = Literal['logits', 'features', 'patches']
+OutputKind = Literal['logits', 'features', 'patches']
 _GELUS: dict[Gelu, Callable[[Array], Array]] = {
     'tanh': functools.partial(nn.gelu, approximate=True),
     'exact': functools.partial(nn.gelu, approximate=False),
@@ -74,7 +74,7 @@ class ViTModule(nn.Module):
         if config.positions_at != at:
             return None
         kind, grid, width = config.positions, config.grid, config.width
-        return positions.make_table(kind, grid, width, prefix=prefix, param=self.param)
+        return positions.make_table(kind, grid, width, class_tokens=prefix, param=self.param)
 
     def normalize(self, x: Float[Array, 'b ...'], name: str) -> Float[Array, 'b ...']:
         """Normalizes the last axis; with layout `flat`, tokens are rows as in `Dense`."""
@@ -130,7 +130,7 @@ class Attention(ViTModule):
                 query = self.normalize(query, 'query_norm')
                 key = self.normalize(key, 'key_norm')
             if config.positions == 'rope':
-                query, key = positions.rotate((query, key), config.grid, prefix=config.prefix)
+                query, key = positions.rotate((query, key), config.grid, config.num_prefix_tokens)
             if config.positions == 'relative':
                 normal, offsets = nn.initializers.normal(0.02), 2 * y.shape[1] - 1
                 relative = self.param('relative', normal, (offsets, heads, size))
@@ -190,7 +190,7 @@ class Block(ViTModule):
     def __call__(self, x: Tokens, own: PerBlock, shared: Table | None) -> tuple[FirstTokens, None]:
         config, parts = self.config, (self.config, self.regularization, self.compute)
         for table in shared, self.position_table('every_layer'):
-            x = positions.add(x, table, before=config.num_class_tokens)
+            x = positions.add(x, table, config.num_class_tokens)
         x = activation_sharding.keep_sharded(x)
         y = inputs = tap_array(self, 'norm1', self.normalize(x, 'norm1'))
         if self.num_outputs is not None:
@@ -270,7 +270,7 @@ class Encoder(ViTModule):
     def _all_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> Tokens:
         unroll = min(int(self.compute.unroll), self.config.depth)
         scan = nn.scan(
-            apply_remat(Block, self.compute, in_loop=unroll == 1, by=nn.remat),
+            apply_remat(Block, self.compute, in_loop=unroll == 1, wrap=nn.remat),
             variable_axes={True: 0},  # all variables are stacked along axis 0
             split_rngs={'params': True, 'dropout': True},
             in_axes=(0, nn.broadcast),
@@ -331,9 +331,9 @@ class AttentionPool(ViTModule):
         return (x + Mlp(*parts, name='mlp')(y))[:, 0]
 
 
-def tile_over_batch(tokens: Float[Array | np.ndarray, '1 r d'], images: Tokens) -> FirstTokens:
+def tile_over_batch(tokens: Float[Array | np.ndarray, '1 r d'], like: Tokens) -> FirstTokens:
     """Repeats learned tokens for each image of a batch."""
-    return jnp.tile(tokens.astype(images.dtype), (images.shape[0], 1, 1))
+    return jnp.tile(tokens.astype(like.dtype), (like.shape[0], 1, 1))
 
 
 class DistilledHead(nn.Module):
@@ -372,7 +372,7 @@ class ViT(ViTModule):
 
     @nn.compact
     def __call__(
-        self, images: Images, corruption: Corruption | None = None, *, output: Output = 'logits'
+        self, images: Images, corruption: Corruption | None = None, *, output: OutputKind = 'logits'
     ) -> Float[Array, '...']:
         config, parts = self.config, (self.config, self.regularization, self.compute)
         if config.backbone is not None:
@@ -386,7 +386,7 @@ class ViT(ViTModule):
         x = Encoder(*parts, name='encoder')(x, self.position_table('every_layer_shared'))
         if config.patch_outputs is not None and self.is_initializing():
             patch_head(x)  # creates its parameters
-        x = x[:, config.prefix :] if output == 'patches' else self._pool(x)
+        x = x[:, config.num_prefix_tokens :] if output == 'patches' else self._pool(x)
         if config.final_norm == 'after_pool':
             x = self.normalize(x, 'norm')
         if output == 'patches':
@@ -405,7 +405,7 @@ class ViT(ViTModule):
         if config.registers:  # not zeros: equal registers would stay equal
             registers = self.param('registers', normal, (1, config.registers, config.width))
         x = jnp.concatenate([*(tile_over_batch(token, x) for token in cls_tokens), x], axis=1)
-        x = positions.add(x, self.position_table('stem'), before=before)
+        x = positions.add(x, self.position_table('stem'), before)
         x = nn.Dropout(self.regularization.dropout, deterministic=False, name='dropout')(x)
         if config.registers:
             parts = x[:, :before], tile_over_batch(registers, x), x[:, before:]
@@ -416,7 +416,7 @@ class ViT(ViTModule):
 
     def _pool(self, tokens: Tokens) -> Float[Array, '...']:
         config = self.config
-        patches = tokens[:, config.prefix :]
+        patches = tokens[:, config.num_prefix_tokens :]
         match config.pool:
             case 'cls':
                 return tokens[:, 0]  # equation 4

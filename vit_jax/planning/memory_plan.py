@@ -10,7 +10,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.experiment import training_run
-from vit_jax.experiment.build import build_experiment, open_start, trained_model
+from vit_jax.experiment.build import build_experiment, open_start, resolve_model
 from vit_jax.models import Remat
 from vit_jax.models.compute import POLICIES
 from vit_jax.planning import ahead_of_time
@@ -57,7 +57,7 @@ def with_dummy_data(
         num_classes = num_classes or len(data.class_names)
         num_images = num_images or len(data)
     if config.model is None:
-        model = trained_model(config, open_start(config), num_classes)
+        model = resolve_model(config, open_start(config), num_classes)
         config = dataclasses.replace(config, model=model)
 
     def raise_error(_: Any) -> Any:
@@ -74,7 +74,7 @@ def with_dummy_data(
     return dataclasses.replace(config, classes=(), data=lambda split: source)
 
 
-def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
+def compile_step(config: TrainConfig, topology: Topology) -> StepMemory:
     """Compiles the training step for devices that are not attached.
 
     For TPUs, a quick compilation comes first. Its program needs up to a tenth less memory than the
@@ -84,14 +84,14 @@ def compile_step(config: TrainConfig, where: Topology) -> StepMemory:
       DoesNotFitError: If the step needs more memory than a device has.
       UserError: If the sizes of batch, model and mesh do not fit each other.
     """
-    experiment = build_experiment(config, devices=where.devices)
+    experiment = build_experiment(config, devices=topology.devices)
     state = training_run.abstract_state(experiment)
     with ahead_of_time.assume_cudnn():
         lowered = training_run.lower_update(experiment, state)
-    quickly = where.devices[0].platform == 'tpu'
-    memory = ahead_of_time.compile_for(where, lowered, quickly=quickly).memory_analysis()
-    if quickly and memory.peak_memory_in_bytes > _NEAR * where.memory:
-        memory = ahead_of_time.compile_for(where, lowered).memory_analysis()
+    quickly = topology.devices[0].platform == 'tpu'
+    memory = ahead_of_time.compile_for(topology, lowered, quickly=quickly).memory_analysis()
+    if quickly and memory.peak_memory_in_bytes > _NEAR * topology.memory:
+        memory = ahead_of_time.compile_for(topology, lowered).memory_analysis()
     shardings = training_run.get_shardings(state)
     report = sharding_rules.sharding_report(state, shardings, experiment.mesh)
     return StepMemory(memory.argument_size_in_bytes, memory.peak_memory_in_bytes, report)
@@ -103,18 +103,18 @@ def with_remat_policy(config: TrainConfig, remat: Remat) -> TrainConfig:
 
 
 def try_remat_policies(
-    config: TrainConfig, first: Remat, where: Topology
+    config: TrainConfig, first: Remat, topology: Topology
 ) -> Iterator[tuple[Remat, StepMemory | DoesNotFitError]]:
     """Compiles the step with each rematerialization policy, starting at `first`, until one fits."""
     for policy in POLICIES[POLICIES.index(first) :]:
-        result = _compile_or_error(with_remat_policy(config, policy), where)
+        result = _compile_or_error(with_remat_policy(config, policy), topology)
         yield policy, result
         if isinstance(result, StepMemory):
             return
 
 
 def find_largest_batch(
-    config: TrainConfig, where: Topology, first: StepMemory | DoesNotFitError
+    config: TrainConfig, topology: Topology, first: StepMemory | DoesNotFitError
 ) -> tuple[int, StepMemory] | None:
     """Searches for the largest batch size that fits; returns None if no tried size fits.
 
@@ -123,15 +123,15 @@ def find_largest_batch(
       where: The devices.
       first: The result for `config.batch_size`.
     """
-    mesh = meshes.make_mesh(config.mesh, where.devices)
+    mesh = meshes.make_mesh(config.mesh, topology.devices)
     unit = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     tried = {config.batch_size: first}
     for _ in range(_TRIALS):
-        batch_size = _next_batch_size(tried, where.memory) // unit * unit
+        batch_size = _next_batch_size(tried, topology.memory) // unit * unit
         if batch_size == 0 or batch_size in tried:
             break
         larger = dataclasses.replace(config, batch_size=batch_size)
-        tried[batch_size] = _compile_or_error(larger, where)
+        tried[batch_size] = _compile_or_error(larger, topology)
     fits = [(size, result) for size, result in tried.items() if isinstance(result, StepMemory)]
     return max(fits, default=None)
 
@@ -151,8 +151,8 @@ def _next_batch_size(tried: Mapping[int, StepMemory | DoesNotFitError], memory: 
     return guess if too_large is None else min(guess, (largest + too_large) // 2)
 
 
-def _compile_or_error(config: TrainConfig, where: Topology) -> StepMemory | DoesNotFitError:
+def _compile_or_error(config: TrainConfig, topology: Topology) -> StepMemory | DoesNotFitError:
     try:
-        return compile_step(config, where)
+        return compile_step(config, topology)
     except DoesNotFitError as error:
         return error

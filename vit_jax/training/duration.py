@@ -10,7 +10,7 @@ Interval = int | Literal['epoch']  # a number of steps, or once per epoch
 
 # Metrics are logged every 50 steps by default. Short training runs log more often: once per epoch,
 # or about 20 times if they have more epochs.
-_LOG_STEPS, _LOG_LINES = 50, 20
+_LOG_STEPS, _MAX_LOG_LINES = 50, 20
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -67,9 +67,9 @@ class TrainLength(NamedTuple):
             return every
         return max(1, self.to_steps(Duration(epochs=1.0)))
 
-    def log_interval(self, every: Interval | None) -> int:
+    def log_interval_steps(self, every: Interval | None) -> int:
         """Converts the logging interval to steps; None: a default that depends on the length."""
-        rarely = max(self.interval('epoch') or 1, self.total_steps // _LOG_LINES)
+        rarely = max(self.interval('epoch') or 1, self.total_steps // _MAX_LOG_LINES)
         return self.interval(every) or min(_LOG_STEPS, rarely)
 
     @property

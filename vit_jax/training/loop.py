@@ -49,8 +49,8 @@ class Clock:
     of it before the first step, and the `before` seconds, which passed before the clock was made.
     """
 
-    def __init__(self, before: float = 0.0) -> None:
-        self.seconds: dict[str, float] = {'start': before}
+    def __init__(self, seconds_before: float = 0.0) -> None:
+        self.seconds: dict[str, float] = {'start': seconds_before}
         self._running: list[str] = []
         self._since = time.monotonic()
 
@@ -79,7 +79,7 @@ def fit(
     *,
     steps: range,
     on_metrics: Callable[[int, StepMetrics], None],
-    observers: Sequence[PeriodicAction],
+    actions: Sequence[PeriodicAction],
     clock: Clock,
     max_skipped_steps: int = 1,
 ) -> TrainState:
@@ -94,14 +94,14 @@ def fit(
       steps: Numbers of the steps to run.
       on_metrics: Called with the number of updates so far and the metrics as floats, before any
         observer gets the state.
-      observers: Actions that evaluate or save the state.
+      actions: Actions that evaluate or save the state.
       clock: Measures `step` and `data wait`.
       max_skipped_steps: Number of skipped updates in a row that end the training.
 
     Raises:
       NotFiniteError: If parameters are not finite, or `max_skipped_steps` updates in a row were
         skipped.
-      TrainingStopped: If `batches` or an observer raises Interrupted.
+      TrainingStopped: If `batches` or an action raises Interrupted.
     """
     pending: tuple[int, StepMetrics] | None = None
     skipped = 0
@@ -130,10 +130,10 @@ def fit(
                 state, metrics = update(state, batch)
                 read_pending()
                 pending = step + 1, metrics
-            for observer in observers:
-                if observer.is_due(step + 1, steps.stop):
+            for action in actions:
+                if action.is_due(step + 1, steps.stop):
                     read_pending()
-                    observer.run(step + 1, state)
+                    action.run(step + 1, state)
     except Interrupted:
         read_pending()
         raise TrainingStopped(state) from None

@@ -61,7 +61,7 @@ def make_loss(config: LossConfig | Loss) -> Loss:
     return loss
 
 
-def of_any(loss: Loss) -> Loss:
+def with_scaled_targets(loss: Loss) -> Loss:
     """Returns the loss with multi-hot targets scaled to sum to one (any of the classes is right).
 
     Targets without a class stay zero.
@@ -86,21 +86,21 @@ class BatchSums(NamedTuple):
 
     sums: dict[str, Array]  # of the loss and of `example_metrics`, by name
     num_examples: Array  # number of examples in each sum
-    rows: dict[str, Array]  # outputs of each example (b ...) by name, whatever its mask is
+    outputs: dict[str, Array]  # outputs of each example (b ...) by name, whatever its mask is
 
 
 def sum_examples(
     values: dict[str, Float[Array, 'b']],
     mask: Bool[Array, 'b'],
-    rows: dict[str, Array] | None = None,
+    outputs: dict[str, Array] | None = None,
 ) -> BatchSums:
     """Sums values over the examples whose mask is True; `rows` are passed through."""
     sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
-    return BatchSums(sums, mask.sum(dtype=jnp.int32), rows or {})
+    return BatchSums(sums, mask.sum(dtype=jnp.int32), outputs or {})
 
 
 # Maps logits (b k) and targets (b k) to outputs of each example (b ...), by name.
-RowsFunction = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Array]]
+OutputsFunction = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Array]]
 
 
 class StepMetrics(NamedTuple):
@@ -117,14 +117,14 @@ class StepMetrics(NamedTuple):
         return {name: float(total) / count for name, total in self.sums.items()}
 
 
-def scores(
+def logits_and_targets(
     logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
 ) -> dict[str, Float[Array, 'b k']]:
     """Returns the outputs of each example that the mean average precision needs."""
     return {'logits': logits, 'targets': targets}
 
 
-def predictions(
+def labels_and_predictions(
     logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
 ) -> dict[str, Num[Array, 'b']]:
     """Returns class number, predicted class number, and metrics of each example."""

@@ -63,13 +63,13 @@ def configure_for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfi
     patches = math.prod(model.grid)
     wrong = f'config.objective.fraction={config.fraction:g}: no patch of {patches} is corrupted'
     records.require(config.num_corrupted(patches) > 0, f'{wrong}; set a larger fraction')
-    outputs = _outputs(model, config.target)
+    outputs = _outputs_per_patch(model, config.target)
     wrong = f'config.model.patch_outputs={model.patch_outputs}: expected {outputs}'
     records.require(model.patch_outputs in (None, outputs), f'{wrong}; leave it out')
     return dataclasses.replace(model, patch_outputs=outputs)
 
 
-def _outputs(model: ViTConfig, target: Target) -> int:
+def _outputs_per_patch(model: ViTConfig, target: Target) -> int:
     """Returns the number of outputs per patch."""
     (height, width), (rows, columns) = patch_size_in_pixels(model), model.grid
     size = f'patches of {height}x{width} pixels'
@@ -94,7 +94,7 @@ def patch_size_in_pixels(model: ViTConfig) -> tuple[int, int]:
     return stride * model.patch_size[0], stride * model.patch_size[1]
 
 
-def make_patch_sums(
+def make_patch_loss_sums(
     predict_patches: Callable[..., Float[Array, 'b n k']],
     config: MaskedPatches,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
@@ -116,7 +116,7 @@ def make_patch_sums(
       an example are means over its corrupted patches. A key enables dropout.
     """
     patches = math.prod(model.grid)
-    cut = functools.partial(cut_patches, grid=model.grid, sides=patch_size_in_pixels(model))
+    cut = functools.partial(cut_patches, grid=model.grid, patch_size=patch_size_in_pixels(model))
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         draw = functools.partial(corrupt, config=config, patches=patches)
@@ -159,10 +159,10 @@ def corrupt(
 
 
 def cut_patches(
-    images: Num[Array, 'b h w c'], grid: tuple[int, int], sides: tuple[int, int]
+    images: Num[Array, 'b h w c'], grid: tuple[int, int], patch_size: tuple[int, int]
 ) -> Num[Array, 'b n p q c']:
     """Splits images into patches, in row-major order; `sides` is (height, width) in pixels."""
-    (rows, columns), (p, q) = grid, sides
+    (rows, columns), (p, q) = grid, patch_size
     batch, _, _, channels = images.shape
     images = images[:, : rows * p, : columns * q]
     patches = images.reshape(batch, rows, p, columns, q, channels).swapaxes(2, 3)

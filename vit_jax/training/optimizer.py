@@ -30,10 +30,10 @@ def _steps(count: int) -> Any:
     return dataclasses.field(default_factory=lambda: Duration(steps=count))
 
 
-def _require_kind(config: Any, users: list[str], option: str) -> None:
+def _require_kind(config: Any, kinds: list[str], option: str) -> None:
     """Raises UserError unless this kind of schedule or optimizer has the option."""
-    wrong = f'kind={config.kind} does not have this option; expected kind={" or ".join(users)}'
-    records.require(config.kind in users, f'{option}: {wrong}')
+    wrong = f'kind={config.kind} does not have this option; expected kind={" or ".join(kinds)}'
+    records.require(config.kind in kinds, f'{option}: {wrong}')
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -82,8 +82,8 @@ class OptimizerConfig(ParamGroupsConfig):
         records.require_between(self, 'epsilon', 'clip_norm', above=0)
         for name in ('b1', 'b2', 'epsilon', 'momentum'):
             if (value := getattr(self, name)) is not None:
-                users = [kind for kind, options in OPTIONS.items() if name in options]
-                _require_kind(self, users, f'{name}={value}')
+                kinds = [kind for kind, options in OPTIONS.items() if name in options]
+                _require_kind(self, kinds, f'{name}={value}')
 
 
 def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
@@ -140,7 +140,7 @@ def make_optimizer(
     chain = []
     if config.clip_norm is not None:
         chain.append(optax.clip_by_global_norm(config.clip_norm))
-    moments, trains_all = _moments(config), all(jax.tree.leaves(groups.trainable))
+    moments, trains_all = _scale_by_moments(config), all(jax.tree.leaves(groups.trainable))
     chain.append(moments if trains_all else optax.masked(moments, groups.trainable))
     chain += [optax.add_decayed_weights(amount, mask) for amount, mask in groups.weight_decays]
     factors = groups.lr_multipliers
@@ -149,7 +149,7 @@ def make_optimizer(
     return optax.chain(*chain, optax.scale_by_learning_rate(schedule))
 
 
-def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
+def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
     fields = {name: getattr(config, name) for name in OPTIONS[config.kind]}
     options = OPTIONS[config.kind] | {k: value for k, value in fields.items() if value is not None}
     match config.kind:
@@ -167,7 +167,7 @@ def _moments(config: OptimizerConfig) -> optax.GradientTransformation:
 def count_moments(config: OptimizerConfig) -> int:
     """Returns the number of values that the optimizer stores per parameter of a large matrix."""
     matrix = jax.ShapeDtypeStruct((1024, 1024), np.float32)
-    state = jax.eval_shape(_moments(config).init, {'kernel': matrix})
+    state = jax.eval_shape(_scale_by_moments(config).init, {'kernel': matrix})
     return sum(leaf.size for leaf in jax.tree.leaves(state)) // matrix.size
 
 

@@ -10,10 +10,10 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
-from vit_jax.training.losses import BatchSums, Loss, RowsFunction, StepMetrics
+from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule
 
-Gradients = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
+GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
 
 # Purposes of PRNG keys; no key has two purposes. The step is folded into the key of DROP, and with
 # gradient accumulation also the part of the batch. The epoch and number of each example are folded
@@ -31,13 +31,13 @@ class TrainState(NamedTuple):
 
     @staticmethod
     def initial(
-        params: Params, optimizer: optax.GradientTransformation, *, averaged: bool = False
+        params: Params, optimizer: optax.GradientTransformation, *, with_ema: bool = False
     ) -> 'TrainState':
-        """Makes the state before the first step, with `ema_params` if `averaged` is True.
+        """Makes the state before the first step, with `ema_params` if `with_ema` is True.
 
         Parameters must be jax arrays.
         """
-        average = jax.tree.map(jnp.copy, params) if averaged else None
+        average = jax.tree.map(jnp.copy, params) if with_ema else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
 
     @property
@@ -75,12 +75,12 @@ def make_init(
     optimizer: optax.GradientTransformation,
     *,
     seed: int,
-    averaged: bool,
+    with_ema: bool,
 ) -> Callable[[], TrainState]:
     """Makes a function that returns the state before the first step, for compilation with jit."""
 
     def initial_state() -> TrainState:
-        return TrainState.initial(init(key_for(seed, INITIALIZE, 0)), optimizer, averaged=averaged)
+        return TrainState.initial(init(key_for(seed, INITIALIZE, 0)), optimizer, with_ema=with_ema)
 
     return initial_state
 
@@ -90,7 +90,7 @@ def make_loss_sums(
     loss: Loss,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
     *,
-    rows_of: RowsFunction | None = None,
+    outputs: OutputsFunction | None = None,
 ) -> Callable[..., BatchSums]:
     """Makes the function that computes loss and metrics, in training and evaluation.
 
@@ -98,7 +98,7 @@ def make_loss_sums(
       apply: Maps (params, images, key) to logits; see `Model`.
       loss: Maps (logits, targets) to one loss per example.
       normalize: Maps images with pixels from 0 to 255 to the input of the model.
-      rows_of: Maps (logits, targets) to outputs of each example, for `BatchSums.rows`.
+      outputs: Maps (logits, targets) to outputs of each example, for `BatchSums.outputs`.
 
     Returns:
       `loss_sums(params, batch, key=None)`, which sums the loss and each of `example_metrics` over
@@ -109,7 +109,7 @@ def make_loss_sums(
         logits = apply(params, normalize(batch['images']), key)
         targets, mask = losses.make_targets(batch['labels'], logits.shape[-1]), batch['mask']
         values = {'loss': loss(logits, targets)} | losses.example_metrics(logits, targets)
-        return losses.sum_examples(values, mask, rows_of(logits, targets) if rows_of else None)
+        return losses.sum_examples(values, mask, outputs(logits, targets) if outputs else None)
 
     return loss_sums
 
@@ -187,7 +187,7 @@ def _is_schedule(node: Any) -> bool:
     return isinstance(node, optax.ScaleByScheduleState)
 
 
-def accumulate_gradients(gradients: Gradients, parts: int) -> Gradients:
+def accumulate_gradients(gradients: GradientFunction, parts: int) -> GradientFunction:
     """Returns `gradients` computed on one part of the batch after the other, and summed.
 
     A part takes every `parts`-th example, so that examples stay on their devices.

@@ -219,7 +219,7 @@ def test_a_processor_that_leaves_a_step_out_scales_otherwise(off, std, tmp_path)
 
 def test_the_head_of_timms_clip_is_a_projection_unless_it_was_trained(tmp_path):
     described = load('clip_timm_openai', None)
-    assert described.params['head']['bias'].any() != described.card.projects
+    assert described.params['head']['bias'].any() != described.card.is_projection
     arrays = load_file(pathlib.Path(reference.family('clip_timm_openai')) / 'model.safetensors')
     path = tmp_path / 'x.safetensors'
     for bias, projects in (0, True), (1, False):
@@ -227,7 +227,7 @@ def test_the_head_of_timms_clip_is_a_projection_unless_it_was_trained(tmp_path):
         with pytest.raises(NeedsHint, match='gelu=quick'):
             vit_jax.load(path, num_heads=4)
         network = vit_jax.load(path, num_heads=4, gelu='quick')
-        assert network.card.projects is projects
+        assert network.card.is_projection is projects
     assert network.config.layer_norm_epsilon == 1e-5
     assert network.preprocessing.mean == described.preprocessing.mean
     assert any('no config.json' in line for line in network.report)

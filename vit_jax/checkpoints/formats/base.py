@@ -43,7 +43,7 @@ CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclasses.dataclass
-class TimmImages(Record):
+class TimmPreprocessing(Record):
     """Preprocessing keys that timm and OpenCLIP share."""
 
     interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bicubic'

@@ -370,12 +370,12 @@ def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, di
     has_head = layout.family != 'dinov3_vit' and config.representation_size is None
     wrong = 'the huggingface format has no head for dinov3_vit and none after a tanh layer'
     require(has_head or count is None, f'{wrong}; use num_classes=None or --drop_head')
-    if count is not None and not card.projects:
+    if count is not None and not card.is_projection:
         labels = card.class_names or [f'LABEL_{i}' for i in range(count)]
         values['id2label'] = {str(i): name for i, name in enumerate(labels)}
         values['label2id'] = {name: i for i, name in enumerate(labels)}
         values['problem_type'] = next((n for n, loss in _LOSSES.items() if loss == card.loss), None)
-    processor = huggingface_processor.written(config, card.preprocessing)
+    processor = huggingface_processor.describe(config, card.preprocessing)
     return {'config.json': values, 'preprocessor_config.json': processor}
 
 

@@ -112,7 +112,7 @@ def _sides(size: Size, is_square: bool, wrong: str) -> tuple[bool, int, int]:
     raise UserError(f'{wrong}; expected height and width, or shortest_edge')
 
 
-def written(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
+def describe(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
     """Returns the preprocessor_config.json that is closest to a preprocessing."""
     crop, size = preprocessing.crop, _named(config.image_size)
     values: dict[str, Any] = {'image_processor_type': 'ViTImageProcessor', 'size': size}

@@ -169,10 +169,10 @@ def _infer_grid(
     return grid, num_rows
 
 
-def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
-    """Describes a model in one line; `parameters` is their number, `projects` as in `Card`."""
+def summarize(config: ModelConfig, parameters: int, is_projection: bool) -> str:
+    """Describes a model in one line; `parameters` is their number, `is_projection` as in `Card`."""
     head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
-    head = f'a projection to {config.num_classes}' if projects else head
+    head = f'a projection to {config.num_classes}' if is_projection else head
     images = f'images {config.image_size[0]}x{config.image_size[1]}'
     ending = f'{head}; {parameters:,} parameters'
     backbone = config.backbone
@@ -185,7 +185,7 @@ def summarize(config: ModelConfig, parameters: int, *, projects: bool) -> str:
     if backbone is not None:
         stages = f'stages {backbone.blocks}' if backbone.blocks else 'root alone'
         name = f'hybrid ({stages}), {name} on its feature map'
-    images += f': {config.unused}' if config.unused else ''
+    images += f': {config.unused_pixels}' if config.unused_pixels else ''
     usual, values = vars(ViTConfig()), vars(config)
     options = [f'{field}={values[field]}' for field in _OPTIONS if values[field] != usual[field]]
     blocks = f'{config.depth} layers of width {config.width}, {config.num_heads} heads'

@@ -57,7 +57,7 @@ class _Vision(Record):
 
 
 @dataclasses.dataclass
-class _Preprocess(base.TimmImages):
+class _Preprocess(base.TimmPreprocessing):
     """The keys of `preprocess_cfg`; the image size comes from the model."""
 
     mean: Scaling = CLIP[0]

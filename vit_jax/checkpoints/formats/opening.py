@@ -73,8 +73,8 @@ def open_checkpoint(
       NeedsHint: If the file does not determine the model.
       UserError: If the checkpoint is not supported or damaged; the message names the path.
     """
-    local, origin = remote.local(path)
-    is_of_paper, path = path in published.FILES, remote.shown(path)
+    local, origin = remote.fetch(path)
+    is_of_paper, path = path in published.FILES, remote.redact(path)
     if is_of_paper:  # converted copies also have the GELU and epsilon of the paper's code
         hints = inference.with_defaults(hints, google.HINTS)
     place, key = pathlib.Path(local), ''
@@ -127,7 +127,7 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
         raise UserError(f'{path}: {names[0]} cannot be set for a vit_jax checkpoint; leave it out')
     values, folder = store.load_card(local)
     card = records.from_dict(Card, values, where=f'{path}: card')
-    summary = inference.summarize(card.model, store.count_params(folder), projects=card.projects)
+    summary = inference.summarize(card.model, store.count_params(folder), card.is_projection)
     report = [f'{OURS} format, step {card.step}: {summary}']
 
     read = functools.partial(store.load_params, str(folder))
@@ -168,7 +168,7 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
         params = tree_names.map_named(lambda name, _: values[name], expected)
         return transfer.adapt(params, old=config, new=new).params
 
-    summary = inference.summarize(config, count, projects=card.projects)
+    summary = inference.summarize(config, count, card.is_projection)
     report = [*contents.remarks, f'{form.name} format: {summary}', *parsed.remarks]
     ignored = *skipped, *contents.ignored
     if ignored:

@@ -45,8 +45,8 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
         for name, leaf in tree_names.named_leaves(params).items()
     }
     exported = _export(card, arrays)
-    outputs = 'projections' if card.projects else 'features'
-    if has_head and not card.projects:
+    outputs = 'projections' if card.is_projection else 'features'
+    if has_head and not card.is_projection:
         outputs = f'probabilities ({"sigmoid" if card.loss == "sigmoid" else "softmax"})'
     images = f'images: {exported.in_avals[-1].str_short()}'
     outputs = f'{outputs}: {exported.out_avals[0].str_short()}'
@@ -81,7 +81,7 @@ def _export(card: Card, arrays: dict[str, np.ndarray]) -> export.Exported:
         with jax.default_matmul_precision('highest'):
             prepared = preprocess(images, card.model.image_size, card.preprocessing)
             outputs = model.apply(tree_names.map_named(parameter, expected), prepared)
-        has_classes = card.model.num_classes is not None and not card.projects
+        has_classes = card.model.num_classes is not None and not card.is_projection
         return card.probabilities(outputs) if has_classes else outputs
 
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in arrays.items()}

@@ -89,7 +89,7 @@ _DINOV3 = Layout(variants=('fc1_g', 'gamma_1', 'q_bias'), zeros=('blocks.{layer0
 
 
 @dataclasses.dataclass
-class _Description(base.TimmImages):
+class _Description(base.TimmPreprocessing):
     """Keys of config.json, `pretrained_cfg` and `model_args` that the arrays do not show."""
 
     architecture: str = ''

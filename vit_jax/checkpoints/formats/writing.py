@@ -94,7 +94,7 @@ def write_checkpoint(
         params, rounded = _cast(params, dtype or 'float32', rounding=True)
         if format == stablehlo.NAME:
             return notes + rounded + stablehlo.write(place, card, params)
-        store.save_alone(place, params, records.to_dict(card))
+        store.write_standalone(place, params, records.to_dict(card))
         return notes + rounded
     form = next(form for form in FORMATS if form.name == format)
     return notes + _write_arrays(place, form, card, params, layout, dtype)
@@ -135,7 +135,7 @@ def _write_arrays(
     arrays = name_map.to_theirs(resolved, ours)
     files = form.descriptions(config, card, layout)
     if form.file_name or form.suffix == '.npz':
-        notes += _check_comes_back(form, card, layout, arrays, files)
+        notes += _check_round_trip(form, card, layout, arrays, files)
     if form.suffix == '.npz':
         array_files.write_npz(place, arrays)
         return notes
@@ -153,7 +153,7 @@ def _write_arrays(
     return notes
 
 
-def _check_comes_back(
+def _check_round_trip(
     form: Format[Any],
     card: Card,
     layout: Layout,

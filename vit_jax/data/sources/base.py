@@ -366,7 +366,7 @@ def renumber_classes(source: Source, class_names: Sequence[str]) -> Source:
         return source
     known = match_names(source.class_names, class_names)
     if not known:
-        both = f'data {_some(source.class_names)}; model {_some(class_names)}'
+        both = f'data {_format_names(source.class_names)}; model {_format_names(class_names)}'
         raise UserError(f'the data and the model have no class in common: {both}')
     uses = collections.Counter(class_names)
     for name in known.values():
@@ -376,7 +376,7 @@ def renumber_classes(source: Source, class_names: Sequence[str]) -> Source:
     if unknown := [name for name in source.class_names if name not in known]:
         count = f'{len(unknown)} of {len(source.class_names)} classes'
         images = plural(len(source) - len(result), 'image')
-        text = f'skipped {images}: the model lacks {count} of the data, {_some(unknown)}'
+        text = f'skipped {images}: the model lacks {count} of the data, {_format_names(unknown)}'
         logging.warning('%s', text)
     return result
 
@@ -423,10 +423,10 @@ def _renumber(source: Source, number_of: dict[str, int], class_names: Sequence[s
         is_kept = labels[:, is_known].any(axis=1) | ~labels.any(axis=1)
     else:
         is_kept = is_known[labels]
-    require(bool(is_kept.any()), f'classes: no image has any of {_some(class_names)}')
+    require(bool(is_kept.any()), f'classes: no image has any of {_format_names(class_names)}')
     return select(result, np.flatnonzero(is_kept))
 
 
-def _some(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     """Formats the first three names, with dots if there are more."""
     return ', '.join([*map(repr, names[:3]), *(['...'] if len(names) > 3 else [])])

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from vit_jax.base import MissingFile, UserError, plural, refuse, require
+from vit_jax.base import MissingFile, UserError, plural, raise_all, require
 from vit_jax.data.image_decoding import formats_by_extension
 from vit_jax.data.sources.base import (
     Source,
@@ -89,7 +89,7 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
             labels += [label] * len(images)
         except UserError as error:
             faults.append(f'{error}; add images, or move the folder out of the data')
-    refuse(faults)
+    raise_all(faults)
     _warn_of_loose_images(root)
     return shuffle_once(labeled_source(paths, labels, class_names))
 

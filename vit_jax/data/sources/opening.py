@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax.base import records, require, storage
 from vit_jax.base.array_types import Bool
-from vit_jax.base.errors import MissingFile, UserError, plural, refuse
+from vit_jax.base.errors import MissingFile, UserError, plural, raise_all
 from vit_jax.base.storage import usable
 from vit_jax.data.sources.base import (
     DataFunction,
@@ -207,5 +207,5 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
             of = 'the data' if source.multi_label else f'class {source.class_names[label]!r}'
             text = f'the only image of {of}; expected at least 2, to hold out 1 for testing'
             faults.append(f'{paths[first[members[0][1]]]}: {text}')
-    refuse(faults)
+    raise_all(faults)
     return np.array([file in held for file in files])

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import UserError, refuse, require, usable
+from vit_jax.base import UserError, raise_all, require, usable
 from vit_jax.data.sources.base import (
     Source,
     SourceKind,
@@ -50,7 +50,7 @@ def open_splits(path: str) -> Splits:
             rows.append(_parse_row(values, line))
         except UserError as error:
             faults.append(f'{path}, line {line}: {error}')
-    refuse(faults + _contradictions(rows, path))
+    raise_all(faults + _contradictions(rows, path))
     require(bool(rows), f'{path}: empty; expected a table of images')
     class_names = sort_class_names({name for row in rows for name in row.classes})
     number_of = {name: number for number, name in enumerate(class_names)}

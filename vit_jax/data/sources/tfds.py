@@ -99,12 +99,12 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
                 crcs = np.repeat([*map(_checksum_end, shards.filepaths)], shards.shard_lengths)
             read_example = stored.__getitem__
         else:
-            crcs, read_record = read_tfrecords(info.splits[split].filepaths)
+            crcs, read_manifest = read_tfrecords(info.splits[split].filepaths)
             if (count := len(crcs)) != (expected := info.splits[split].num_examples):
                 raise UserError(f'{root}: {split} has {count} records; {INFO} says {expected}')
 
             def read_example(index: int) -> Example:
-                return info.features.deserialize_example_np(read_record(index), decoders=decoders)
+                return info.features.deserialize_example_np(read_manifest(index), decoders=decoders)
 
         name = f'tfds:{info.full_name}/{split}'
         image, labels = _find_columns(info.features, images, name, label)

@@ -112,7 +112,7 @@ def inject_kills(count: int, number: int) -> Outcome:
             victims = moments.choice([started, *([host] for host in started)])
             for host in moments.sample(victims, len(victims)):
                 host.process.kill()
-            for host in started:  # `training` kills those that still wait for a killed process
+            for host in started:  # `start_training` kills the hosts that wait for a killed one
                 with contextlib.suppress(AssertionError):
                     host.wait(20)
     codes, text = train_to_end(folder / 'killed', count, *flags)
@@ -240,7 +240,7 @@ HOSTS = f'{RUNS}/test_hosts.py'
 
 
 def make_rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
-    """Returns the text and the function of each row. `number` is the number of kills in `kills`."""
+    """Returns the text and the function of each row. `number` is the number of kills."""
 
     def row(what: str, *arguments: str) -> tuple[str, Callable[[], Outcome]]:
         return what, functools.partial(tests, *arguments)

@@ -136,7 +136,7 @@ def test_a_row_that_breaks_is_named_and_the_exit_code_says_so(monkeypatch, capsy
         raise OSError('the disk is on fire')
 
     known = {'good': ('x', lambda: Outcome(3, [])), 'bad': ('y', breaking)}
-    monkeypatch.setattr(fault_injection, 'rows', lambda number: known)
+    monkeypatch.setattr(fault_injection, 'make_rows', lambda number: known)
     assert fault_injection.run(['good'], 1) == 0
     assert fault_injection.run([], 1) == 1
     assert 'OSError: the disk is on fire' in capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_means_are_over_images_whatever_the_batches(count):
     found = measure.evaluate({'scale': 2.0}, reader, indices)
     assert found.means['pixel'] == pytest.approx(2 * VALUES[indices].mean())
     assert found.means['label'] == pytest.approx(SOURCE.labels[indices].mean())
-    np.testing.assert_array_equal(found.rows['pixels'], VALUES[indices])
+    np.testing.assert_array_equal(found.outputs['pixels'], VALUES[indices])
     assert found.num_images == count and found.readable.all()
 
 

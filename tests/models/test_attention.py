@@ -47,7 +47,7 @@ def test_weights_have_logits_of_the_offsets_to_all_keys(queries):
 def test_each_implementation_has_the_result_and_gradient_of_the_definition(
     implementation, queries, relative, monkeypatch
 ):
-    monkeypatch.setattr(attention, '_QUERIES', 2)  # 5 queries: two blocks, and one in a third
+    monkeypatch.setattr(attention, '_MAX_QUERIES', 2)  # 5 queries: two blocks, and one in a third
     arguments = [QUERY[:, :queries], KEY, VALUE]
     arguments += [] if relative is None else [relative[: queries + 4]]
 

@@ -70,11 +70,11 @@ def batches_on_all_devices(reader: ImageReader, batch_size: int) -> Batches:
 class Evaluation(NamedTuple):
     """Results over the images that could be read.
 
-    If `rows` include `logits` and `targets` (r k), `means` include the `mean_average_precision`.
+    If `outputs` include `logits` and `targets` (r k), `means` include the `mean_average_precision`.
     """
 
     means: dict[str, float]  # means over images, by name
-    rows: dict[str, Num[np.ndarray, 'r ...']]  # outputs of each readable image in order, by name
+    outputs: dict[str, Num[np.ndarray, 'r ...']]  # outputs of each readable image in order, by name
     readable: Bool[np.ndarray, 'n']  # whether each image could be read
     average_precisions: Float[np.ndarray, 'k'] | None = None  # of each class
 
@@ -88,7 +88,7 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Applies a function of (params, batch) to whole data sets (see `make_evaluator`)."""
 
-    step: Any  # (params, batch) -> (sums, mask, rows), jitted or compiled
+    step: Any  # (params, batch) -> (sums, mask, outputs), jitted or compiled
     batches: Batches
 
     def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
@@ -124,11 +124,11 @@ class Evaluator:
         computed = itertools.chain((self.step(params, batch) for batch in batches), [None])
         # The devices compute the next batch while the outputs of this one are read.
         for outputs, _ in itertools.pairwise(computed):
-            sums, mask, rows = jax.device_get(outputs)
+            sums, mask, named = jax.device_get(outputs)
             masks.append(mask)
             for name, value in sums.items():
                 totals[name] += float(value)
-            for name, values in rows.items():
+            for name, values in named.items():
                 parts[name].append(values[mask])
         mask = np.concatenate(masks)
         examples, readable = int(mask.sum()), mask[:count]
@@ -137,12 +137,12 @@ class Evaluator:
         if examples != readable.sum() or (examples < count and not may_skip):
             raise AssertionError(f'evaluated {examples} of {count} images')
         means = {name: total / examples for name, total in totals.items()}
-        rows = {name: np.concatenate(values) for name, values in parts.items()}
+        arrays = {name: np.concatenate(values) for name, values in parts.items()}
         precisions = None
-        if 'logits' in rows:
-            precisions = average_precisions(rows['logits'], rows['targets'])
+        if 'logits' in arrays:
+            precisions = average_precisions(arrays['logits'], arrays['targets'])
             means['mean_average_precision'] = float(np.nanmean(precisions))
-        return Evaluation(means, rows, readable, average_precisions=precisions)
+        return Evaluation(means, arrays, readable, average_precisions=precisions)
 
 
 def make_evaluator(function: Callable[[Params, Batch], BatchSums], batches: Batches) -> Evaluator:
@@ -151,14 +151,14 @@ def make_evaluator(function: Callable[[Params, Batch], BatchSums], batches: Batc
     Results are replicated on all devices.
 
     Args:
-      function: Maps (params, batch) to sums, and to rows of outputs of each example; see
+      function: Maps (params, batch) to sums, and to outputs of each example; see
         `make_loss_sums`.
       batches: Makes the batches.
     """
 
     def step(params: Params, batch: Batch) -> tuple[dict[str, Array], Array, dict[str, Array]]:
-        sums, _, rows = function(params, batch)
-        return sums, batch['mask'], rows
+        sums, _, outputs = function(params, batch)
+        return sums, batch['mask'], outputs
 
     everywhere = meshes.replicated(batches.mesh)
     return Evaluator(meshes.jit_on(step, batches.mesh, out_shardings=everywhere), batches)

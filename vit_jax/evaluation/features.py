@@ -39,7 +39,7 @@ FeatureFn = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d
 def make_feature_evaluator(
     model: Model, preprocessing: Preprocessing, batches: Batches, *, exact: bool = False
 ) -> Evaluator:
-    """Makes an evaluator whose rows are `features`; `exact` selects full float32 precision.
+    """Makes an evaluator whose outputs are `features`; `exact` selects full float32 precision.
 
     Raises:
       UserError: If the model has no features of the whole image.
@@ -48,11 +48,11 @@ def make_feature_evaluator(
         raise UserError('fewshot: pool=none has features per token; expected one vector per image')
     features = with_highest_precision(model.features) if exact else model.features
 
-    def rows(params: Params, batch: Batch) -> BatchSums:
+    def sums(params: Params, batch: Batch) -> BatchSums:
         images = normalize(batch['images'], preprocessing)
         return BatchSums({}, batch['mask'].sum(), {'features': features(params, images)})
 
-    return make_evaluator(rows, batches)
+    return make_evaluator(sums, batches)
 
 
 def make_feature_function(evaluator: Evaluator, params: Params, watch: Watch = iter) -> FeatureFn:
@@ -64,7 +64,7 @@ def make_feature_function(evaluator: Evaluator, params: Params, watch: Watch = i
 
     def compute(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
         evaluation = evaluator.evaluate(params, reader, indices, watch=watch)
-        rows = evaluation.rows['features']
+        rows = evaluation.outputs['features']
         if not (finite := np.isfinite(rows).all(axis=1)).all():
             name = reader.source.name_of(int(indices[evaluation.readable][finite.argmin()]))
             raise UserError(f'{name}: the features of this image are not finite')

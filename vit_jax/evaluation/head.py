@@ -139,16 +139,16 @@ def evaluate_head(
 
 def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
     """Adds metrics per class to an evaluation. Raises UserError if no image has a class."""
-    rows, means, names = evaluation.rows, evaluation.means, source.class_names
+    outputs, means, names = evaluation.outputs, evaluation.means, source.class_names
     of_class = functools.partial(class_means, num_classes=len(names))
-    targets = rows['targets' if source.multi_label else 'label']
-    metrics = {name: of_class(rows[name], targets) for name in means if name in rows}
+    targets = outputs['targets' if source.multi_label else 'label']
+    metrics = {name: of_class(outputs[name], targets) for name in means if name in outputs}
     confused, confusion = list[str](), None
     if evaluation.average_precisions is not None:
         metrics['average_precision'] = evaluation.average_precisions
     if not source.multi_label:
-        metrics['precision'] = of_class(rows['accuracy'], rows['predicted'])
-        confused, confusion = _confusion(targets, rows['predicted'], names)
+        metrics['precision'] = of_class(outputs['accuracy'], outputs['predicted'])
+        confused, confusion = _confusion(targets, outputs['predicted'], names)
     classes = _list_classes(names, targets, metrics)
     require(bool(classes), f'none of {evaluation.num_images:,} images has a class')
     return HeadReport(evaluation.num_images, means, classes, confused, confusion)

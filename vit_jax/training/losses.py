@@ -94,7 +94,7 @@ def sum_examples(
     mask: Bool[Array, 'b'],
     outputs: dict[str, Array] | None = None,
 ) -> BatchSums:
-    """Sums values over the examples whose mask is True; `rows` are passed through."""
+    """Sums values over the examples whose mask is True; `outputs` are passed through."""
     sums = {name: jnp.where(mask, value, 0).sum() for name, value in values.items()}
     return BatchSums(sums, mask.sum(dtype=jnp.int32), outputs or {})
 

@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
         text = f'{trained:,} of these {plural(len(source), "image")} are training images'
         print(f'warning: {text}; their accuracy says nothing about new images')
     for gap in origin.gaps if origin else []:
-        print(f'warning: {gap}; further images may be training images')
+        print(f'warning: {gap}; some images may be undetected training images')
     print()
     print('\n'.join(_describe_report(report)))
     if arguments.out:

@@ -25,7 +25,7 @@ from vit_jax.studies.history import History
 _DASHES = '-', '--', '-.', (0, (6, 1.5, 1, 1.5, 1, 1.5))
 _MAX_EVENTS = 100
 _CURVES_TEXT = (
-    'Dotted: mean over augmented training images since the last report. Others: evaluated splits.'
+    'Dotted: mean over augmented training images since the last report. Other lines: evaluations.'
 )
 _FEWSHOT = 'Accuracy of probes on frozen features; linear accuracies are means over seeds.'
 _NORM = 'Before clipping. A norm that grows over many steps often precedes divergence.'

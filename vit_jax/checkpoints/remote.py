@@ -98,7 +98,7 @@ def _download_published(name: str) -> Local:
         if file.copy is None:
             raise
         why = str(error)
-    logging.warning('%s; trying %s', why, file.copy)
+    logging.warning('%s; now downloading the copy %s', why, file.copy)
     downloaded = fetch(file.copy)
     text = f'{why}; using the copy {file.copy}, which was not compared with the original file'
     return downloaded._replace(origin=(text, *downloaded.origin))

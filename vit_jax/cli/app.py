@@ -225,9 +225,9 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('several hosts').add_argument
     text = 'auto: connect to the other processes of a detected cluster; off: run a single process'
     add('--distributed', choices=['auto', 'off'], default='auto', help=text)
-    add('--coordinator_address', metavar='HOST:PORT', help='address of process 0; else detected')
-    add('--num_processes', type=int, metavar='N', help='processes on all hosts; else detected')
-    add('--process_id', type=int, metavar='I', help='index of this process, from 0; else detected')
+    add('--coordinator_address', metavar='HOST:PORT', help="process 0's address; default: detected")
+    add('--num_processes', type=int, metavar='N', help='processes on all hosts; default: detected')
+    add('--process_id', type=int, metavar='I', help='process index, from 0; default: detected')
     for name, text in {
         'start_seconds': 'seconds to wait for the other processes (default: %(default)g)',
         'heartbeat_seconds': 'seconds until a silent process counts as dead (default: %(default)g)',

@@ -73,7 +73,7 @@ def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
         parent, _, name = path.rpartition('.')
         if isinstance(holder, Duration):
             other = units.setdefault(parent, name)
-            require(other == name, f'{where}.{path}: set either it or {where}.{parent}.{other}')
+            require(other == name, f'{where}.{path}, {where}.{parent}.{other}: expected only one')
         if isinstance(holder, records.Record):
             holder.override(name, value)
         else:

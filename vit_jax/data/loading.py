@@ -124,7 +124,7 @@ def make_warning(*, shown: int = 5) -> Callable[[str], None]:
         if text in logged or len(logged) >= shown:
             return
         logged.add(text)
-        rest = '; no more images are named: python -m vit_jax.inspect_data lists all'
+        rest = '; further warnings are suppressed: python -m vit_jax.inspect_data lists all'
         logging.warning('skipped: %s%s', text, rest if len(logged) == shown else '')
 
     return warn

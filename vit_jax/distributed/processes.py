@@ -44,7 +44,7 @@ _NOTICE_SECONDS = 1.5  # seconds until all processes have read a notice
 _UNLIMITED = 10**9  # timeout in milliseconds: watchdog and heartbeats limit the time instead
 _NOTICE, _TICKS = 'vit_jax_notice', 'vit_jax_ticks'  # a key, and a folder of keys
 _CLUSTER = (
-    "a start by srun or mpirun, TPU hosts or Kubernetes (pip install 'jax[k8s]'), or all of "
+    "a launch by srun or mpirun, TPU hosts or Kubernetes (pip install 'jax[k8s]'), or all of "
     '--coordinator_address, --num_processes, --process_id; --distributed=off runs a single process'
 )
 _RESUME = 'the same command resumes from the newest checkpoint'

@@ -142,7 +142,7 @@ def build_experiment(
     """
     config = records.validated(config, where='config')
     if config.total is None:
-        raise UserError('config.total is not set; expected a length: --config.total.epochs=7')
+        raise UserError('config.total: not set; expected a length, such as --config.total.epochs=7')
 
     opener = make_opener(config.held_out)
     train, evaluated = _open_data(config, opener)

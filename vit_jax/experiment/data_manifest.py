@@ -131,7 +131,7 @@ def compare_data(
         if digests.list_steps(workdir.folder / FOLDER):  # otherwise nothing was learned yet
             recorded = read_manifest(path)
             if not recorded:
-                logging.warning('%s: missing or damaged; the data is not compared', path)
+                logging.warning('%s: missing or damaged; data changes are not detected', path)
         recorded = _update(workdir, recorded, splits, accept=accept)
     if job.count > 1:
         ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}

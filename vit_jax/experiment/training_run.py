@@ -428,7 +428,7 @@ def _write_profile(local: str, folder: Path, console: Console) -> None:
             path = folder / file.relative_to(local)
             storage.make_folder(path.parent)
             path.write_bytes(file.read_bytes())
-        console.print(f'profile in {folder}: tensorboard --logdir={folder}, or Perfetto')
+        console.print(f'profile in {folder}: view with tensorboard --logdir={folder} or Perfetto')
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def open_workdir(
         job.barrier('workdir is created')
         with usable(lock := folder / LOCK):
             text = lock.read_text() if lock.exists() else 'absent'
-        job.require_equal('the workdir, which all processes share', {'lock': text})
+        job.require_equal('the workdir, which all processes must share', {'lock': text})
         yield workdir
 
 

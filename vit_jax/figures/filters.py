@@ -27,7 +27,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
         kernel = np.asarray(standardize(params['backbone']['conv_root']['kernel']))
     components, explained = filters.principal_components(kernel, _COMPONENTS)
     if not np.isfinite(explained).all():
-        raise UserError('all filters are equal')
+        raise UserError('all filters are equal, so they have no principal components')
     pictures = np.asarray(filters.to_unit_range(components))
     return {'components': pictures, 'explained': np.asarray(explained)}
 

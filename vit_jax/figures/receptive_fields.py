@@ -28,7 +28,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     if isinstance(config, ResNetConfig):
         names = layers.units(config.backbone)
         if not names:
-            raise UserError('the ResNet has no units, only the root')
+            raise UserError('the ResNet has no residual units, only the root')
         names = [names[i] for i in style.evenly(len(names), _LAYERS)]
         taps = [[Layer(f'{unit}/{part}') for unit in names] for part in ('norm3', 'out')]
         # Units differ in their number of channels, so each needs its own pass.

@@ -24,7 +24,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     if isinstance(config, ResNetConfig):
         names = layers.units(config.backbone)
         if not names:
-            raise UserError('the ResNet has no units, only the root')
+            raise UserError('the ResNet has no residual units, only the root')
         taps, kinds = [f'{unit}/residual' for unit in names], ['units']
     else:
         names = [f'block{block}' for block in range(config.depth)]

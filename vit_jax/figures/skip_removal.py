@@ -85,7 +85,7 @@ def finding(numbers: Numbers) -> str:
         for name, values in zip(numbers['names'].tolist(), numbers['cka'], strict=True)
     ]
     where = numbers['layers'][cut]
-    return f'Mean CKA between the sides of {where} (within a side): {", ".join(means)}.'
+    return f'Mean CKA of layers before {where} with the rest (within a part): {", ".join(means)}.'
 
 
 FIGURE = Figure(__doc__, compute, draw, finding, compares_models=True)

@@ -139,7 +139,7 @@ def compute_position_table(config: ViTConfig, params: Params) -> Float[np.ndarra
     table = positions.make_table(
         kind, config.grid, width, class_tokens=prefix, param=lambda name, *_: params[name]
     )
-    records.require(table is not None, f'positions={kind}: this kind is not added to tokens')
+    records.require(table is not None, f'positions={kind}: used in attention, without embeddings')
     return np.asarray(table)
 
 

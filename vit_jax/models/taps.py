@@ -65,7 +65,7 @@ def capture(forward: Callable[[], Mapping[str, Any]], wanted: TapSelection) -> d
     values = run(reductions.get)
     for name in sorted(reductions.keys() - values):
         taps = jax.eval_shape(lambda: run(lambda name: _identity))
-        raise UserError(f'capture: no tap {name!r} in this model; {records.closest(name, taps)}')
+        raise UserError(f'capture: no activation {name!r}; {records.closest(name, taps)}')
     return values
 
 

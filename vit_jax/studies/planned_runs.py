@@ -76,7 +76,7 @@ def _check_measures(grid: Grid, run: PlannedRun) -> None:
     for measure in (*grid.measures, *([grid.best] if grid.best else [])):
         is_known = measure == COMPUTE or measure.partition('/')[0] in kinds
         expected = ', '.join(f'{kind}/...' for kind in kinds)
-        require(is_known, f'grids.{run.grid}: {measure!r}: expected one of {expected}, compute')
+        require(is_known, f'grids.{run.grid}: measure {measure!r}: expected {expected}, compute')
 
 
 def read_last_step(folder: Path, run: PlannedRun) -> int | None:

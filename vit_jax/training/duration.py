@@ -25,7 +25,7 @@ class Duration(records.Record):
     def __post_init__(self) -> None:
         given = {unit: value for unit, value in vars(self).items() if value is not None}
         if len(given) != 1:
-            text = f'expected one of {", ".join(UNITS)}'
+            text = f'expected exactly one of {", ".join(UNITS)}'
             raise UserError(f'Duration: {text}; got {", ".join(given) or "none"}')
         super().__post_init__()
 

@@ -290,7 +290,7 @@ def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> J
     joined = '\n'.join(arrays)
     family = _family_of(lambda ours: _NAMES.get(ours, ours).removeprefix('{block}') in joined)
     if family == 'clip_vision_model' and hints.gelu is None:
-        raise NeedsHint('no config.json states the GELU; set gelu=quick (OpenAI) or gelu=exact')
+        raise NeedsHint('unknown GELU without config.json; set gelu=quick (OpenAI) or gelu=exact')
     layout, usual = Layout(prefix=prefix, family=family), Config(**_FAMILIES[family].defaults)
     defaults = Hints(gelu=_GELUS[usual.hidden_act], layer_norm_epsilon=usual.layer_norm_eps)
     gated: dict[str, Any] = {'gelu': None} if re.search(r'mlp\.(weights_in|gate)', joined) else {}
@@ -368,7 +368,7 @@ def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, di
     """Returns the JSON files. Raises UserError for a head that transformers does not have."""
     values, count = _describe(config, layout), config.num_classes
     has_head = layout.family != 'dinov3_vit' and config.representation_size is None
-    wrong = 'the huggingface format has no head for dinov3_vit and none after a tanh layer'
+    wrong = 'the huggingface format has no head for dinov3_vit or with representation_size'
     require(has_head or count is None, f'{wrong}; use num_classes=None or --drop_head')
     if count is not None and not card.is_projection:
         labels = card.class_names or [f'LABEL_{i}' for i in range(count)]

@@ -120,7 +120,7 @@ def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
 def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
     """Infers the model of a file without a description."""
     if hints.gelu is None:
-        raise NeedsHint(f'no {_FILE} states the GELU; set gelu=quick (OpenAI) or gelu=exact')
+        raise NeedsHint(f'unknown GELU without {_FILE}; set gelu=quick (OpenAI) or gelu=exact')
     config, _ = inference.infer_config(
         arrays,
         hints,

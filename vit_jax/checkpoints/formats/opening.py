@@ -92,7 +92,7 @@ def open_checkpoint(
         key=key,
     )
     with array_files.error_prefix(path):
-        require(stablehlo.PROGRAM not in contents.arrays, 'a program; load its original checkpoint')
+        require(stablehlo.PROGRAM not in contents.arrays, 'a program (StableHLO), not a checkpoint')
         checkpoint = _parse(path, contents, hints, resized=image_size is None)
     addresses = ' '.join([path, *origin])
     card = google.as_published(checkpoint.card) if is_of_paper else checkpoint.card

@@ -242,7 +242,7 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _De
     is_clip = has_clip_name if name else 'norm_pre.weight' in arrays
     is_undecided = _QUICK.fullmatch(f'{name} {tag}') is not None if name else is_clip
     if is_undecided and described.act_layer is None and hints.gelu is None:
-        raise NeedsHint(f'{name or "CLIP"}: set gelu=quick (as OpenAI) or gelu=exact (as timm)')
+        raise NeedsHint(f'{name or "CLIP"}: GELU unknown; set gelu=quick (OpenAI) or exact (timm)')
     gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'
     defaults = Hints(
         num_heads=_HEADS.get(name),

@@ -292,7 +292,7 @@ def replace_labels(source: Source, path: str) -> Source:
         entries = json.loads(pathlib.Path(path).read_bytes())
     names = [_as_path(name) for name in source.read_names(range(len(source)))]
     if isinstance(entries, list):
-        require(len(names) == len(entries), f'{path}: {len(entries)} entries, {len(names)} images')
+        require(len(names) == len(entries), f'{path}: {len(entries)} items for {len(names)} images')
         if not all(name.suffix for name in names):  # TFDS and arrays have another order
             raise UserError(f'{path}: got a list; expected an object with keys like {names[0]}')
         in_order = sorted(name.name for name in names)
@@ -370,7 +370,7 @@ def renumber_classes(source: Source, class_names: Sequence[str]) -> Source:
         raise UserError(f'the data and the model have no class in common: {both}')
     uses = collections.Counter(class_names)
     for name in known.values():
-        require(uses[name] == 1, f'the model has {uses[name]} classes {name!r}; expected one')
+        require(uses[name] == 1, f'the model has {uses[name]} classes named {name!r}; expected one')
     number_of = {name: number for number, name in enumerate(class_names)}
     result = _renumber(source, {a: number_of[b] for a, b in known.items()}, class_names)
     if unknown := [name for name in source.class_names if name not in known]:

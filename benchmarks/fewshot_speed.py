@@ -1,4 +1,4 @@
-"""Measures CPU seconds and memory of a linear few-shot evaluation with one (shots, seed).
+"""Measures CPU seconds and memory of a linear few-shot evaluation for one seed.
 
     python -m benchmarks.fewshot_speed [--big_vision=FOLDER]
 

@@ -48,7 +48,7 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.losses import make_targets
 
 SIMULATED_SECONDS = 1 / 600  # seconds per image on a simulated core
-NUM_IMAGES = 100_000  # images, by repeating photos: small orders take longer to draw per image
+NUM_IMAGES = 100_000  # images, by repeating photos: shuffling few images costs more per image
 ROUNDS = 3  # alternating measurements of both pipelines, as the speed of a machine varies
 
 
@@ -218,7 +218,7 @@ def measure_alone(
 
 
 def measure_large_photos(photos: str, size: tuple[int, int]) -> None:
-    """Measures CPU time and error of crops from photos of 12 megapixels, by way of decoding.
+    """Measures CPU time and error of crops from photos of 12 megapixels, by decoding method.
 
     The error is the mean difference from the crop at full size, resized by averaging areas.
     """

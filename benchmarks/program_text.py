@@ -87,7 +87,7 @@ def count_iterations(
 
 
 def _constant(name: str, inside: dict[str, Instruction]) -> int | None:
-    """Returns the integer constant with this name, looking through copies; None if it is none."""
+    """Returns the integer constant with this name, looking through copies; None if not constant."""
     while name in inside and inside[name].operation == 'copy':
         name = inside[name].operands[0]
     if name not in inside or inside[name].operation != 'constant':

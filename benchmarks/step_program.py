@@ -43,7 +43,7 @@ _PRODUCTS = re.compile(r'gemm|matmul|fmha|convolution|cudnn')
 
 
 def count_traffic(body: list[Instruction], result: str) -> int:
-    """Returns the bytes that a fusion reads and writes. Slices and in-place updates count alone."""
+    """Returns the bytes that a fusion reads and writes, without unused parts of sliced arrays."""
     types = {one.name: one.type for one in body}
     users = collections.defaultdict(list)
     for one in body:

@@ -34,10 +34,10 @@ python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/vit/change
 - Separate the values of a tuple by commas: `--config.image_size=384,384`, or one number for both.
 - A [Duration](#duration) has one unit: `--config.total.steps=1000`, `--config.total.epochs=3`.
 
-`--helpfull` of any program prints the same. Names in *italics* are the programs that use a field,
-if not all of them do. *training* stands for `train`, `finetune` and the runs of `study`. `doctor`
-and `plan` make the same decisions as a training, `inspect_data` reads its data, and `fewshot`
-evaluates a checkpoint.
+`--helpfull` of any program with `--config` prints the same. Names in *italics* are the programs
+that use a field, if not all do. *training* stands for `train`, `finetune` and the runs of `study`.
+`doctor` and `plan` resolve the options as a training does, `inspect_data` reads its data, and
+`fewshot` evaluates a checkpoint.
 """
 
 

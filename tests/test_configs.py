@@ -64,7 +64,7 @@ def test_a_small_folder_is_not_trained_in_silence(num_images):
     length = build_experiment(with_dummy_data(config, num_classes=6, num_images=num_images)).length
     intervals = (
         length.log_interval_steps(config.log_every_steps),
-        length.interval(config.eval_every_steps),
+        length.interval_steps(config.eval_every_steps),
     )
     one = config.batch_size  # an epoch is rounded to steps
     assert max(intervals) * one <= max(num_images, one) + one / 2

@@ -4,9 +4,9 @@ Paper: "An Image is Worth 16x16 Words", section 4.6 and appendix B.1.2: Adam, ba
 learning rate 2e-4, 10,000 steps of warm-up, cosine decay, 1 M steps of JFT-300M (14 epochs). Half
 of the patches are corrupted, and their mean color in 3 bits per channel is predicted. The weight
 decay is from section 4.1; Inception crops and flips are our choice. JFT is not public:
-`imagenet21k` and `imagenet`, where the gain was similar, train for as many steps. The paper found
-two other targets slightly worse (--config.objective.target=colors_4x4 and =pixels), and also a
-smaller share of corrupted patches (--config.objective.fraction=0.15).
+`imagenet21k` and `imagenet`, where the gain was similar, train for as many steps. In the paper two
+other targets (--config.objective.target=colors_4x4 and =pixels) and a smaller share of corrupted
+patches (--config.objective.fraction=0.15) were slightly worse.
 Result: The paper reaches 79.9 % on ImageNet after fine-tuning: 2 % above training from scratch and
 4 % below supervised pre-training. It gains little after 100,000 steps. Not run here.
 Cost: 430 exaFLOPs, like a B/16 that is trained for as many steps.

@@ -1,4 +1,4 @@
-"""Pre-trains ViT-22B: parallel attention and MLP, norms of queries and keys.
+"""Pre-trains ViT-22B: parallel attention and MLP, QK normalization.
 
 Paper: "Scaling Vision Transformers to 22 Billion Parameters" (arXiv:2302.05442), sections 2 and
 4.1: 177,000 steps of 65,536 images, 1 / sqrt(steps) with a cool-down, a much larger weight decay

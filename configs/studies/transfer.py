@@ -1,4 +1,4 @@
-"""Compares which part of a pre-trained model to train, by amount and distance of the data.
+"""Compares which part of a pre-trained model to train, by amount and similarity of the data.
 
 Paper: "An Image is Worth 16x16 Words", section 4.1, always trains all parameters. Common advice is
 to train the head for little data that is similar to the pre-training data, and everything for much
@@ -39,7 +39,7 @@ ARGUMENTS = 'small', 'full'
 
 
 def get_config(size: str = 'small') -> Study:
-    """Returns a study of trained parts by amount and distance of the data."""
+    """Returns a study of trained parts by amount and similarity of the data."""
     far = base.fine_tuning('small')
     near = {name: value for name, value in far.items() if name not in ('data', 'eval_split')}
     tasks: dict[str, dict[str, Any]]

@@ -1,8 +1,8 @@
 """Trains small models on CIFAR-10 for `visualize`.
 
 Paper: Raghu et al. 2021, "Do Vision Transformers See Like Convolutional Neural Networks?". `cls` is
-a ViT with a class token, `gap` a ViT with the mean of its tokens, and `resnet` a ResNet with as
-many layers.
+a ViT with a class token, `gap` a ViT with mean pooling, and `resnet` a ResNet with as
+many blocks.
 Result: 53 to 65 % test accuracy; docs/visualize.md has the figures.
 Cost: Each training takes 12 minutes on one CPU core.
 Command: python -m vit_jax.train --config=configs/studies/visualize.py:cls --config.data=DATA \

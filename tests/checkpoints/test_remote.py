@@ -116,7 +116,7 @@ def test_the_cache_is_in_the_given_folder_or_in_the_users_cache(own, users, monk
     monkeypatch.setenv('VIT_JAX_CACHE', own)
     monkeypatch.setenv('XDG_CACHE_HOME', users)
     expected = own or f'{users or "/home/she/.cache"}/vit_jax'
-    assert remote.cache() == pathlib.Path(expected)
+    assert remote.cache_folder() == pathlib.Path(expected)
 
 
 def test_a_cache_that_cannot_be_written_is_named(server, monkeypatch):

@@ -43,9 +43,9 @@ def test_a_short_training_reports_every_epoch_or_twenty_times(
 ):
     total = Duration(epochs=epochs)
     length = make_train_length(total, batch_size=batch_size, num_images=num_images)
-    assert (length.log_interval_steps(None), length.interval('epoch')) == (log, evaluate)
-    assert length.log_interval_steps(7) == length.interval(7) == 7
-    assert length.interval(None) is None and length.log_interval_steps('epoch') == evaluate
+    assert (length.log_interval_steps(None), length.interval_steps('epoch')) == (log, evaluate)
+    assert length.log_interval_steps(7) == length.interval_steps(7) == 7
+    assert length.interval_steps(None) is None and length.log_interval_steps('epoch') == evaluate
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def start(parts, dropout):
     """A state with random parameters, and its compiled SGD step."""
     model, params = tiny.built(tiny.model(), regularization=Regularization(dropout=dropout))
     optimizer = optax.sgd(0.1)
-    state = TrainState.initial(params, optimizer, averaged=False)
+    state = TrainState.initial(params, optimizer, with_ema=False)
     schedule = optax.constant_schedule(0.1)
     update = make_update(loss_sums_of(model), optimizer, schedule, accumulation_steps=parts)
     return state, jax.jit(update)
@@ -133,7 +133,7 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
         make_update(loss_sums, optimizer, lambda step: jnp.asarray(0.1), ema_decay=0.75)
     )
     params = {'w': jnp.ones(3)}
-    state = TrainState.initial(params, optimizer, averaged=True)
+    state = TrainState.initial(params, optimizer, with_ema=True)
     good, bad = ({'x': jnp.arange(3.0), 'bad': jnp.asarray(bad)} for bad in (False, True))
     state, metrics = update(state, good)
     assert metrics.scalars['skipped'] == 0
@@ -153,7 +153,7 @@ def test_a_skipped_step_has_its_place_in_the_schedule():
 
     optimizer = optax.sgd(schedule)
     update = jax.jit(make_update(linear_sums, optimizer, schedule))
-    state = TrainState.initial({'w': jnp.ones(3)}, optimizer, averaged=False)
+    state = TrainState.initial({'w': jnp.ones(3)}, optimizer, with_ema=False)
     for x in 1.0, jnp.nan, 1.0:
         before = state.params['w']
         batch = {'x': jnp.full(3, x), 'mask': jnp.ones(3, bool)}

@@ -1,4 +1,4 @@
-"""The evaluator, which computes means of metrics and outputs of each image over whole data sets.
+"""The evaluator, which computes mean metrics over whole data sets, and outputs of each image.
 
 Training, `evaluate` and `fewshot` use it. An evaluator applies a function of (params, batch),
 jitted for the mesh, to all images in order. Evaluations share a compiled program only if they use
@@ -151,8 +151,8 @@ def make_evaluator(function: Callable[[Params, Batch], BatchSums], batches: Batc
     Results are replicated on all devices.
 
     Args:
-      function: Maps (params, batch) to sums, and to outputs of each example; see
-        `make_loss_sums`.
+      function: Maps (params, batch) to `BatchSums`, such as the function that `make_loss_sums`
+        returns.
       batches: Makes the batches.
     """
 

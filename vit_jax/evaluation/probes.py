@@ -21,8 +21,8 @@ class LogisticConfig(records.Record):
     """Linear probe: softmax regression on standardized features, fitted with L-BFGS.
 
     The objective is the sum of losses plus l2/2 times the squared weights; `l2` is 1/C in
-    scikit-learn and in CLIP's linear probes. Of several values, the one with the best accuracy on a
-    validation part of the training images is chosen, and fitted again to all training images.
+    scikit-learn and in CLIP's linear probes. If there are several values, the one with the best
+    accuracy on a validation part of the training images is chosen for the fit to all of them.
     """
 
     l2: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # regularization; the best is used
@@ -67,8 +67,8 @@ class Classifier(NamedTuple):
     def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
         """Predicts the class with the largest score, in float32.
 
-        The mean is subtracted first. As a part of the bias, it would lose digits of features that
-        are far from zero.
+        The mean is subtracted from the features first. If it were part of the bias, the scores of
+        features far from zero would lose digits.
         """
         mean, weights, bias = (part.astype(np.float32) for part in self[1:4])
         scores = (features.astype(np.float32, copy=False) - mean) @ weights

@@ -35,15 +35,15 @@ class FewshotConfig(records.Record):
     """Evaluation of frozen features: few-shot linear probe, and other probes.
 
     kNN and logistic regression use all training images, episodes use test images only. If `l2` has
-    several values, each draw uses the one with the least generalized cross-validation. `l2` also
-    applies to episodes with the classifier `ridge`. Only the program `fewshot` uses
+    several values, each draw uses the one with the smallest generalized cross-validation error.
+    `l2` also applies to episodes with the classifier `ridge`. Only the program `fewshot` uses
     `feature_cache`.
     """
 
     sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)  # empty: experiment's data
     crop: Crop | None = None  # crop of images; None: as in preprocessing
     shots: tuple[int, ...] = (1, 5, 10, 25)  # numbers of training images per class
-    seeds: tuple[int, ...] = (0, 1, 2)  # seeds of the draws; their mean is reported
+    seeds: tuple[int, ...] = (0, 1, 2)  # seeds of the draws; accuracy is the mean over seeds
     l2: float | tuple[float, ...] = ridge.L2  # regularization, or several values to choose from
     neighbors: int | None = None  # k of kNN; None: no kNN
     logistic: LogisticConfig | None = None  # logistic regression; None: no logistic regression
@@ -185,7 +185,7 @@ def _evaluate_probe(features_of: FeatureFn, probe: Probe, config: FewshotConfig)
 
 
 def _labeled(reader: ImageReader, features: Float[np.ndarray, 'n d'], notes: list[str]) -> Labeled:
-    """Returns features and labels of readable images; notes the number of unreadable ones."""
+    """Returns features and labels of readable images; `notes` gets a line about unreadable ones."""
     readable = ~np.isnan(features).any(axis=1)
     require(bool(readable.any()), f'none of {len(readable)} images can be read')
     if missing := int((~readable).sum()):
@@ -227,8 +227,8 @@ def _evaluate_few_shot(
 def _possible_shots(shots: Sequence[int], train: Source, notes: list[str]) -> list[int]:
     """Returns the numbers of shots for which every class has enough images.
 
-    If no number qualifies, returns the lowest, for which small classes use all their images. Notes
-    name the smallest class.
+    If no number qualifies, returns the lowest, for which small classes use all their images. If a
+    class is too small for a number of shots, appends a line about it to `notes`.
     """
     images = np.bincount(train.labels)
     fewest = int(images[images > 0].min())

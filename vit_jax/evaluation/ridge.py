@@ -105,16 +105,16 @@ def accuracy(train: Labeled, test: Labeled, *, l2: L2Strengths) -> float:
 # the bias does not depend on W: it is 100^2 sum(Y) / (100^2 n + l2). And X'Y is twice the sum of
 # the features of each class.
 #
-# Of several l2, the one with the least generalized cross-validation is chosen (Golub, Heath and
-# Wahba 1979). It estimates the squared error on other images from the training images,
+# If there are several l2, the one with the lowest generalized cross-validation (GCV) score is
+# chosen (Golub, Heath and Wahba 1979). It estimates the squared error on unseen images:
 #     |(I - H)Y|^2 / tr(I - H)^2,   where H maps training targets to predictions.
-# In the basis of the eigenvectors of XX' and of 1, I - H is diagonal with entries
+# In the basis of the eigenvectors of XX' and the vector 1 of ones, I - H is diagonal with entries
 # l2 / (eigenvalue + l2). The eigenvalue of 1 is 100^2 n, and directions that features do not span
 # have eigenvalue 0. So one eigendecomposition serves all l2, and test images are scored once.
 def fit(train: Labeled, *, l2: L2Strengths) -> Classifier:
     """Fits the ridge classifier in float64.
 
-    If `l2` has several values, the one with the least generalized cross-validation is chosen.
+    If `l2` has several values, the one with the lowest GCV score is chosen (see above).
     """
     classes, labels, sizes = np.unique(train.labels, return_inverse=True, return_counts=True)
     order, count = np.argsort(labels, kind='stable'), len(labels)
@@ -166,7 +166,7 @@ def _cross_validation(
     sizes: Int[np.ndarray, 'k'],
     l2: float,
 ) -> float:
-    """Computes the generalized cross-validation of an l2; `sizes` are image counts by class."""
+    """Computes the GCV score of an l2; `sizes` are the numbers of images by class."""
     count, factors, bias_factor = sizes.sum(), l2 / (values + l2), l2 / (BIAS**2 * sizes.sum() + l2)
     total = 4 * (sizes * (1 - sizes / count)).sum()  # |Y|^2 without its mean
     along_one = ((2 * sizes - count) ** 2).sum() / count

@@ -290,7 +290,7 @@ def resolve_compute_on_mesh(
 
 
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
-    """Returns the bytes per device that the train state leaves free; inf if unknown (CPUs)."""
+    """Returns the bytes per device left by train state and gradients; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
     extra = config.ema_decay is not None, config.accumulation_steps > 1
     numbers = 2 + count_moments(config.optimizer) + sum(extra)  # float32 values per parameter

@@ -1,7 +1,7 @@
 """Writes and compares the data manifest of a run, data_manifest.json.gz in its work directory.
 
-The manifest lists class names, image names, labels and file sizes of each split, in order. Each
-start compares it with the data, to detect data that changed since the first start or differs
+The manifest lists class names, image names, labels and file sizes of each split, in order. A run
+that starts or resumes compares it with the data, to detect changed data and data that differs
 between hosts. Sizes of files beyond the first `MAX_EAGER_SIZES` are compared in the background.
 
 If the data or the split changes, the images that the run was trained on before stay in the
@@ -100,7 +100,7 @@ def describe_differences(old: SplitManifest, new: SplitManifest) -> list[str]:
 
 
 def _describe_changes(recorded: Manifest, splits: Manifest) -> dict[str, str]:
-    """Describes, by name, the splits that are in both and differ."""
+    """Describes the splits that are in both manifests and differ, by name."""
     lines = {x: describe_differences(recorded[x], splits[x]) for x in splits if x in recorded}
     return {name: f'{name}: {"; ".join(changes)}' for name, changes in lines.items() if changes}
 

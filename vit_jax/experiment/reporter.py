@@ -4,12 +4,12 @@ metrics.jsonl has one line of metrics per kind and step, without duplicates afte
 
     {"kind": "train", "step": 50, "time": "2026-11-22T06:25:00+00:00", "run": 1, "seconds": 9.8}
 
-A run is started again to resume it. `run` is the number of the start, from 1. `time` is in UTC, by
-the clock of the host. `seconds` is the time since this start was ready for its first step.
+A run starts again when it is resumed; `run` counts its starts, from 1. `time` is in UTC, by the
+clock of the host. `seconds` is the time since this start was ready for its first step.
 
-events.jsonl has one event per line. `seconds` is the wall time of this start so far, by activity:
+In events.jsonl, `time` is Unix time, and `seconds` the wall time of this start so far by activity:
 
-    {"run": 2, "event": "saving", "step": 300, "time": 1760.1, "seconds": {"step": 50.2}}
+    {"run": 2, "event": "saving", "step": 300, "time": 1795329000.1, "seconds": {"step": 50.2}}
 """
 
 import collections

@@ -76,7 +76,7 @@ def train(
         checkpoint.
       Interrupted: If the process was told to stop (SIGTERM, SIGHUP, Ctrl-C), after saving.
     """
-    # A program passes its job. Its time starts with the process, so that imports are counted.
+    # Command-line programs pass a job. Their clock starts with the process, to include imports.
     clock = Clock(0.0 if job is None else time.time() - psutil.Process().create_time())
     job = job or Job()
     console = make_console(job)
@@ -109,7 +109,7 @@ class OpenedRun(NamedTuple):
 
     experiment: Experiment
     workdir: Workdir
-    check_data: Callable[[float], None]  # raises if the background check found changed data
+    check_data: Callable[[float], None]  # waits up to this many seconds; raises if the data changed
 
 
 @contextlib.contextmanager
@@ -306,7 +306,9 @@ class Run:
         )
         folder, console = workdir.folder / 'profile', self.reporter.console
         watched = profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
-        save = PeriodicAction(experiment.length.interval(config.checkpoint_every_steps), self.save)
+        save = PeriodicAction(
+            experiment.length.interval_steps(config.checkpoint_every_steps), self.save
+        )
         with contextlib.closing(watched):
             return fit(
                 self.programs.update,
@@ -418,7 +420,7 @@ def profile_steps(
 
 
 def _write_profile(local: str, folder: Path, console: Console) -> None:
-    """Stops the profiler and copies its files from a local folder, the only one it can write to.
+    """Stops the profiler and copies its files from a local folder; it cannot write to buckets.
 
     The `xprof` plugin of TensorBoard shows them; ui.perfetto.dev shows perfetto_trace.json.gz.
     """

@@ -159,7 +159,7 @@ def _describe_process() -> str:
 
 
 def collect_settings(config: TrainConfig, path: str) -> dict[str, Any]:
-    """Returns what must be equal in all processes: configuration, workdir, code, packages."""
+    """Returns the values that all processes must share: configuration, workdir, code, packages."""
     values = {'config': records.to_dict(config), 'workdir': str(storage.resolve_folder(path))}
     return values | describe_software()
 

@@ -21,7 +21,7 @@ def keep_sharded(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
     Otherwise XLA may gather the batch rather than the parameters, and run out of memory.
     """
     mesh = _mesh()
-    # A batch that cannot be split is not constrained, such as the single image of `init`.
+    # A batch that cannot be split, such as the single image of `init`, is not constrained.
     if mesh is None or _split_over(mesh, _BATCH, x.shape[0]) is None:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))
@@ -36,7 +36,7 @@ def is_sharding_known() -> bool:
 def map_shards(
     function: Callable[..., Array], *arrays: Float[Array, '...']
 ) -> Float[Array, 'b q h k']:
-    """Applies a function to arrays (b n h k), on each device to its own examples and heads."""
+    """Applies a function to arrays (b n h k); each device computes its own examples and heads."""
     mesh = _mesh()
     if mesh is None:
         return function(*arrays)
@@ -48,7 +48,7 @@ def map_shards(
 
 
 def _mesh() -> AbstractMesh | None:
-    """Returns the context's mesh if it has these axes, all of type Auto.
+    """Returns the context's mesh if it has axes data, fsdp, tensor, and all its axes are Auto.
 
     The sharding of arrays over axes of another type cannot be constrained.
     """

@@ -18,7 +18,7 @@ Values = Float[Array, 'b n h k']
 Offsets = Float[Array, 'o h k']  # one vector per offset between query and key positions
 Logits = Float[Array, 'b h q n']
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
-LONG_SEQUENCE = 1024  # tokens; longer sequences avoid the array of all attention weights
+LONG_SEQUENCE = 1024  # number of tokens above which `auto` avoids an array of attention weights
 OUTPUT = 'attention'  # checkpoint_name of the output, for rematerialization policies
 _MAX_QUERIES = 256  # largest number of queries per block of `blockwise`
 _LANES, _MAX_BLOCK = 128, 1024  # splash: lanes of a TPU vector register, and the largest block size
@@ -91,8 +91,8 @@ def _attend(query: Queries, key: Keys, value: Values, bias: Logits | None, scale
     """Computes softmax((Q K^T + bias) / scale) V; the scale is 1 for heads of size 64.
 
     The JVP is written by hand, as in fused kernels: it uses the rounded weights, and subtracts
-    m sum_j w_j dl_j once per query instead of once per query and key. On a v5e, a step of B/16
-    takes 142 M estimated cycles, and 153 M with `jax.nn.dot_product_attention`
+    m sum_j w_j dl_j (symbols: see the JVP) once per query, not once per query and key. On a v5e, a
+    step of B/16 takes 142 M estimated cycles, and 153 M with `jax.nn.dot_product_attention`
     (`python -m benchmarks.step_program --topology=v5e:2x2 --model=B/16 --batch=64`).
     """
     return _attention_parts(query, key, value, bias, scale)[0]
@@ -101,7 +101,7 @@ def _attend(query: Queries, key: Keys, value: Values, bias: Logits | None, scale
 def _attention_parts(
     query: Queries, key: Keys, value: Values, bias: Logits | None, scale: float
 ) -> tuple[Queries, Logits, Float[Array, 'b h q 1']]:
-    """Computes the mixed values, exp(logits - max), and its sums over the keys."""
+    """Computes the attention output, the weights exp(logits - max), and their sums over keys."""
     f32 = jnp.float32
     logits = jnp.einsum('bqhk,bnhk->bhqn', query, key, preferred_element_type=f32)
     logits = (logits if bias is None else logits + bias) / scale
@@ -109,18 +109,18 @@ def _attention_parts(
     weights = jnp.exp(logits - largest).astype(query.dtype)
     total = weights.sum(-1, keepdims=True, dtype=f32)
     sums = jnp.einsum('bhqn,bnhk->bhqk', weights, value, preferred_element_type=f32)
-    mixed = (sums / total).astype(query.dtype).transpose(0, 2, 1, 3)
-    return checkpoint_name(mixed, OUTPUT), weights, total
+    output = (sums / total).astype(query.dtype).transpose(0, 2, 1, 3)
+    return checkpoint_name(output, OUTPUT), weights, total
 
 
 @_attend.defjvp
 def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    """Computes the JVP of `_attend` from its output m and w = exp(logits l), s = sum w.
+    """Computes the JVP of `_attend`: output m, logits l, weights w = exp(l - max l), s = sum w.
 
     dm = d(sum_j w_j v_j / s) = (sum_j w_j (v_j dl_j + dv_j) - m sum_j w_j dl_j) / s.
     """
     (query, key, value, bias), (d_query, d_key, d_value, d_bias) = primals, tangents
-    mixed, weights, total = _attention_parts(query, key, value, bias, scale)
+    output, weights, total = _attention_parts(query, key, value, bias, scale)
     d_logits = jnp.einsum('bqhk,bnhk->bhqn', d_query, key)
     d_logits += jnp.einsum('bqhk,bnhk->bhqn', query, d_key)
     if bias is not None:
@@ -128,9 +128,9 @@ def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
     d_weights, d_total = _weight_tangents(weights, d_logits, scale)
     d_sums = jnp.einsum('bhqn,bnhk->bhqk', d_weights, value)
     d_sums += jnp.einsum('bhqn,bnhk->bhqk', weights, d_value)
-    d_mixed = d_sums.astype(jnp.float32).transpose(0, 2, 1, 3)
-    d_mixed -= mixed.astype(jnp.float32) * d_total.transpose(0, 2, 1, 3)
-    return mixed, (d_mixed / total.transpose(0, 2, 1, 3)).astype(mixed.dtype)
+    d_output = d_sums.astype(jnp.float32).transpose(0, 2, 1, 3)
+    d_output -= output.astype(jnp.float32) * d_total.transpose(0, 2, 1, 3)
+    return output, (d_output / total.transpose(0, 2, 1, 3)).astype(output.dtype)
 
 
 # The checkpoint lets the backward pass keep the rounded weights only, without a float32 copy.
@@ -162,12 +162,12 @@ def _blockwise(query: Queries, key: Keys, value: Values) -> Queries:
     padding = count * size - queries
     query = jnp.pad(query, ((0, 0), (0, padding), (0, 0), (0, 0)))
     blocks = jnp.moveaxis(query.reshape(batch, count, size, *head), 1, 0)
-    mixed = jax.lax.map(jax.checkpoint(lambda block: _xla(block, key, value)), blocks)
-    return jnp.moveaxis(mixed, 0, 1).reshape(batch, count * size, *head)[:, :queries]
+    output = jax.lax.map(jax.checkpoint(lambda block: _xla(block, key, value)), blocks)
+    return jnp.moveaxis(output, 0, 1).reshape(batch, count * size, *head)[:, :queries]
 
 
 def _cudnn(query: Queries, key: Keys, value: Values) -> Queries:
-    """Attends with cuDNN, which cannot train at odd lengths: they are padded to padded lengths.
+    """Attends with cuDNN; pads odd lengths by one token, because cuDNN cannot train at them.
 
     The padding is excluded by sequence lengths. A mask would cost more, as the kernel reads it.
     """
@@ -177,8 +177,8 @@ def _cudnn(query: Queries, key: Keys, value: Values) -> Queries:
         return attention(query, key, value)
     padded = [jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value)]
     lengths = jnp.full(batch, length, jnp.int32)
-    mixed = attention(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
-    return mixed[:, :length]
+    output = attention(*padded, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    return output[:, :length]
 
 
 @functools.cache
@@ -233,8 +233,8 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
         jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, padding), (0, 0)))
         for x in (query, key, value)
     ]
-    mixed = jax.vmap(functools.partial(kernel, segment_ids=segments))(*padded)
-    return mixed[:, :, :length].transpose(0, 2, 1, 3)
+    output = jax.vmap(functools.partial(kernel, segment_ids=segments))(*padded)
+    return output[:, :, :length].transpose(0, 2, 1, 3)
 
 
 def _block_sizes(length: int) -> tuple[int, int]:

@@ -15,10 +15,10 @@ Remat = Literal['none', 'dots', 'block']
 POLICIES: tuple[Remat, ...] = get_args(Remat)  # ordered by recomputation, least first
 Layout = Literal['flat', 'batched']
 LastBlock = Literal['whole', 'class_tokens']
-_MEMORY_FRACTION = 0.8  # of the free memory is for activations, the rest for fragmentation
+_MEMORY_FRACTION = 0.8  # fraction of the free memory for activations; fragmentation needs the rest
 _KERNEL_PLATFORMS = {'cudnn': 'gpu', 'splash': 'tpu'}  # platform of each fused kernel
-# `last_block=auto` becomes `whole` for more blocks than this in a loop. A last block after the loop
-# takes a third longer to compile, and saves less time in deeper models: on a v5e, B/16 takes 6 %
+# If a loop has more blocks than this, `last_block=auto` becomes `whole`. A separate last block
+# makes compilation a third longer, and saves less time in deeper models: on a v5e, B/16 takes 6 %
 # fewer estimated cycles with it, L/16 takes 3 % more.
 _FEW_BLOCKS = 16
 
@@ -27,10 +27,10 @@ _FEW_BLOCKS = 16
 class Regularization(Record):
     """Dropout and stochastic depth.
 
-    Dropout is applied after every dense layer except the query, key and value projections, and
-    after positions are added before the blocks (ViT paper, appendix B.1). Stochastic depth drops
-    residual branches per example. Its probability grows linearly from 0 in the first block to
-    `stochastic_depth` in the last.
+    In each block, dropout follows the output layer of attention and both layers of the MLP. It is
+    also applied once before the blocks, after positions are added (ViT paper, appendix B.1).
+    Stochastic depth drops residual branches per example. Its probability grows linearly from 0 in
+    the first block to `stochastic_depth` in the last.
     """
 
     dropout: float = 0.0  # dropout probability
@@ -45,14 +45,14 @@ class Compute(Record):
     """Precision, memory and kernels; the model's function stays the same up to rounding.
 
     `dtype=auto` trains in bfloat16 on TPUs and on NVIDIA GPUs of compute capability 8.0 (Ampere) or
-    newer, and in float32 on other devices. `load`, `evaluate`, `predict` and `fewshot` compute in
-    float32. Parameters, norm statistics, softmax and logits are always float32.
+    newer, and in float32 on other devices. By default, `load`, `evaluate`, `predict` and `fewshot`
+    compute in float32. Parameters, norm statistics, softmax and logits are always float32.
 
-    `remat` selects what the backward pass recomputes: nothing, everything except large matrix
-    products and convolutions (`dots`), or whole blocks. Unrolled blocks run faster on GPUs and take
-    longer to compile. If the head reads class tokens only, `last_block=class_tokens` computes keys
-    and values of the last block for all tokens, and its queries, attention and MLP for class tokens
-    only.
+    `remat` selects what the backward pass recomputes: nothing (`none`), everything except products
+    with parameters, convolutions and attention outputs (`dots`), or whole blocks (`block`).
+    Unrolled blocks run faster on GPUs and take longer to compile. If the head reads class tokens
+    only, `last_block=class_tokens` computes keys and values of the last block for all tokens, and
+    its queries, attention and MLP for class tokens only.
     """
 
     dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # dtype of activations and products
@@ -101,8 +101,8 @@ def resolve_compute(
       compute: Options, some of which may be `auto`.
       model: Architecture.
       platform: Platform of the devices, such as `cpu`, `gpu`, `tpu`.
-      regularization: With dropout or stochastic depth, `last_block=auto` becomes `whole`, so that
-        random draws do not depend on the device.
+      regularization: Dropout and stochastic depth. With either, `last_block=auto` becomes `whole`,
+        so that random draws do not depend on the device.
       memory: Bytes per device for the activations of one image; `math.inf` if unknown, None if the
         model is not trained.
 
@@ -136,7 +136,7 @@ def _set_auto(compute: Compute, **choices: Any) -> Compute:
 
 
 def _check_supported(compute: Compute, model: ViTConfig, platform: str, *, is_random: bool) -> None:
-    """Raises UserError for unsupported options. With dropout or stochastic depth, `is_random`."""
+    """Raises UserError for unsupported options. `is_random`: with dropout or stochastic depth."""
     kernel, needed = compute.attention, _KERNEL_PLATFORMS.get(compute.attention, platform)
     wrong, instead = f'compute.attention={kernel}:', 'set compute.attention=auto'
     devices = f'expected a {needed.upper()}, got a {platform.upper()}'
@@ -186,8 +186,8 @@ def activation_bytes(model: ViTConfig, compute: Compute) -> dict[str, int]:
 
     For each token, a block stores 8 vectors of the token width and 2 of the MLP width. With layout
     `batched`, norms and GELU also store intermediates. With `attention=xla`, attention weights are
-    stored. Every policy includes one whole block, with which the backward pass starts. The
-    convolutions of a hybrid are not counted.
+    stored. Each estimate includes all intermediates of the block where the backward pass
+    starts. The convolutions of a hybrid are not counted.
 
     Returns:
       Bytes for each `remat` policy.

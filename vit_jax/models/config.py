@@ -93,7 +93,7 @@ class ResNetConfig(ArchitectureConfig):
 
 @dataclasses.dataclass(kw_only=True)
 class ViTConfig(ArchitectureConfig):
-    """The architecture of a Vision Transformer: what its parameters are and what they compute.
+    """The architecture of a Vision Transformer: its layers, their sizes, and their options.
 
     The defaults are B/16 of the ViT paper. With a backbone, the model is the hybrid of section 3.1,
     which cuts patches from the feature map.
@@ -113,7 +113,7 @@ class ViTConfig(ArchitectureConfig):
         # fixed sines and cosines; relative: one vector per offset, in attention; rope: queries and
         # keys are rotated; none: no positions
     )
-    positions_at: PositionsAt = 'stem'  # stem: before the blocks; others: in each block (D.4)
+    positions_at: PositionsAt = 'stem'  # stem: before blocks; others: in each block (appendix D.4)
     position_resize: PositionResize = 'bilinear'  # interpolation of learned positions
     pre_norm: bool = False  # LayerNorm before the blocks, patch embedding without bias (CLIP)
     gelu: Gelu | None = 'tanh'  # exact, tanh or quick; None: SwiGLU
@@ -129,10 +129,10 @@ class ViTConfig(ArchitectureConfig):
     )
     final_norm: Literal['before_pool', 'after_pool'] = 'before_pool'  # place of the final norm
     representation_size: int | None = None  # width of a tanh layer before the head; None: no layer
-    blocks_without_skips: tuple[int, ...] = ()  # indices from 0 (Raghu et al. 2021, figure 8)
+    blocks_without_skips: tuple[int, ...] = ()  # block indices from 0 (Raghu et al. 2021, figure 8)
 
     def check(self) -> None:
-        """Checks all fields except that a patch fits into the image, as `image_size` may change."""
+        """Checks all fields, but not whether a patch fits: `image_size` may still change."""
         super().check()
         sizes = 'patch_size', 'width', 'depth', 'mlp_dim', 'num_heads'
         require_between(self, *sizes, 'patch_outputs', 'representation_size', low=1, high=MAX_SIZE)
@@ -147,7 +147,7 @@ class ViTConfig(ArchitectureConfig):
         require(not (self.parallel and self.blocks_without_skips), wrong)
         wrong = f'width={self.width}: expected a multiple of'
         require(self.width % self.num_heads == 0, f'{wrong} num_heads={self.num_heads}')
-        # RoPE has the same frequencies for 4 features of each head (see `positions.rotate`).
+        # In RoPE, 4 features of a head share each frequency (see `positions.rotate`).
         factor = (WIDTH_MULTIPLES | {'rope': 4 * self.num_heads}).get(self.positions, 1)
         require(self.width % factor == 0, f'{wrong} {factor} for positions={self.positions}')
         is_added = self.positions in WIDTH_MULTIPLES
@@ -186,7 +186,7 @@ class ViTConfig(ArchitectureConfig):
     def num_class_tokens(self) -> int:
         """Number of class tokens; DeiT's distillation token counts as the second one.
 
-        They precede the patches, and like the patches they have positions.
+        They precede the patches. Unlike registers, they have entries in the position table.
         """
         return _CLASS_TOKENS.get(self.pool, 0) if self.class_tokens is None else self.class_tokens
 
@@ -197,7 +197,7 @@ class ViTConfig(ArchitectureConfig):
 
     @property
     def num_tokens_read(self) -> int | None:
-        """Number of leading tokens that the heads read, or None if they also read patches."""
+        """Number of leading tokens that the heads read, or None if a head reads patches."""
         if self.pool not in ('cls', 'cls_dist') or self.patch_outputs is not None:
             return None
         return _CLASS_TOKENS[self.pool]

@@ -53,9 +53,9 @@ def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -
 
     With layout `flat`, 1x1 convolutions are matrix products, whose backward pass is 10 times faster
     on CPUs. Strided ones are products on CPUs only, where this saves 13 % of a step of
-    configs/pretrain/cifar10_hybrid.py: on GPUs, XLA aborts the process if it fuses a strided slice
-    into a product (openxla/xla issue 47381, open with jax 0.12.0). The barrier keeps slices out of
-    products.
+    configs/pretrain/cifar10_hybrid.py. On GPUs, XLA aborts the process if it fuses a strided slice
+    into a product (openxla/xla issue 47381, open with jax 0.12.0). The barrier prevents this
+    fusion.
     """
 
     def product(x: FeatureMap, kernel: Kernel) -> Activation:

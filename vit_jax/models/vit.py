@@ -50,7 +50,7 @@ class Dense(nn.Module):
         tokens, inputs = x.shape[: -self.axes], x.shape[-self.axes :]
         size, dtype = (math.prod(inputs), math.prod(self.features)), self.compute.dtype
 
-        def init(key: Key[Array, '']) -> Array:  # fan-in and fan-out of the matrix
+        def init(key: Key[Array, '']) -> Array:  # Xavier with fan-in and fan-out of the matrix
             return nn.initializers.xavier_uniform()(key, size).reshape(*inputs, *self.features)
 
         x, kernel = x.astype(dtype), self.param('kernel', init).astype(dtype)
@@ -102,7 +102,7 @@ class PatchEmbedding(ViTModule):
         patches, kernel = (x.astype(self.compute.dtype) for x in (patches, kernel))
         tokens = jnp.einsum('bipjqc,pqcd->bijd', patches, kernel)
         tokens = tokens.reshape(batch, rows * columns, width)
-        if self.config.pre_norm:  # the norm's bias replaces it
+        if self.config.pre_norm:  # as in CLIP, without a bias
             return tokens
         bias = self.param('bias', nn.initializers.zeros, (width,))
         return tokens + bias.astype(self.compute.dtype)
@@ -134,8 +134,8 @@ class Attention(ViTModule):
             if config.positions == 'relative':
                 normal, offsets = nn.initializers.normal(0.02), 2 * y.shape[1] - 1
                 relative = self.param('relative', normal, (offsets, heads, size))
-                # If there are fewer queries than keys, they are the leading tokens, and R starts at
-                # the lowest offset of the last query.
+                # If `x` has fewer tokens than `y`, they are the leading ones, and R starts at the
+                # lowest offset of the last query.
                 relative = relative[y.shape[1] - x.shape[1] :].astype(query.dtype)
         tap(self, 'weights', lambda: attention_weights(query, key, relative))
         kernel = self.compute.attention
@@ -207,7 +207,7 @@ class Block(ViTModule):
     def _materialize(self, x: Tokens) -> Tokens:
         """Forces XLA to write the tokens to memory before they are sliced.
 
-        Otherwise, only for this slice, XLA on GPUs transposes the tokens of all blocks.
+        Otherwise, because of this slice, XLA on GPUs transposes the tokens of all blocks.
         """
         if self.compute.layout == 'batched':
             return x
@@ -283,7 +283,7 @@ class Encoder(ViTModule):
     def _first_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> FirstTokens:
         """Like `_all_tokens`, but the last block computes only the tokens that the heads read.
 
-        This saves 7 % of the products of B/16. Not used with dropout or stochastic depth.
+        This saves 7 % of the products of B/16. It is not used with dropout or stochastic depth.
         """
         depth, unroll = self.config.depth, int(self.compute.unroll)
 
@@ -319,7 +319,7 @@ class Encoder(ViTModule):
 
 
 class AttentionPool(ViTModule):
-    """Multihead attention pooling with a learned query (Scaling Vision Transformers, 3.2)."""
+    """Attention pooling with a learned query (Scaling Vision Transformers, section 3.2)."""
 
     @nn.compact
     def __call__(self, tokens: Tokens) -> Float[Array, 'b d']:
@@ -348,7 +348,7 @@ class DistilledHead(nn.Module):
 
 
 def make_head(config: ModelConfig) -> nn.Module | None:
-    """Makes the head. A linear head starts at zero, so its predictions are uniform (3.2)."""
+    """Makes the head. A linear head starts at zero, with uniform predictions (section 3.2)."""
     if config.num_classes is None:
         return None
     if isinstance(config, ViTConfig) and config.pool == 'cls_dist':

@@ -9,7 +9,7 @@ UNITS = 'steps', 'epochs', 'examples', 'fraction'
 Interval = int | Literal['epoch']  # a number of steps, or once per epoch
 
 # Metrics are logged every 50 steps by default. Short training runs log more often: once per epoch,
-# or about 20 times if they have more epochs.
+# or about 20 times if they have more than 20 epochs.
 _LOG_STEPS, _MAX_LOG_LINES = 50, 20
 
 
@@ -61,7 +61,7 @@ class TrainLength(NamedTuple):
         assert duration.steps is not None
         return duration.steps
 
-    def interval(self, every: Interval | None) -> int | None:
+    def interval_steps(self, every: Interval | None) -> int | None:
         """Converts an interval to steps, at least one; None stays None."""
         if every != 'epoch':
             return every
@@ -69,8 +69,8 @@ class TrainLength(NamedTuple):
 
     def log_interval_steps(self, every: Interval | None) -> int:
         """Converts the logging interval to steps; None: a default that depends on the length."""
-        rarely = max(self.interval('epoch') or 1, self.total_steps // _MAX_LOG_LINES)
-        return self.interval(every) or min(_LOG_STEPS, rarely)
+        rarely = max(self.interval_steps('epoch') or 1, self.total_steps // _MAX_LOG_LINES)
+        return self.interval_steps(every) or min(_LOG_STEPS, rarely)
 
     @property
     def epochs(self) -> float:

@@ -45,8 +45,8 @@ class PeriodicAction(NamedTuple):
 class Clock:
     """Measures wall time by name. `with clock('step'):` adds the block's time to `seconds['step']`.
 
-    Nested blocks count for the innermost name only. `start` includes all time outside blocks, most
-    of it before the first step, and the `before` seconds, which passed before the clock was made.
+    Nested blocks count for the innermost name only. `start` is the time outside all blocks, mostly
+    before the first step, plus the `before` seconds that passed before the clock was made.
     """
 
     def __init__(self, seconds_before: float = 0.0) -> None:
@@ -85,7 +85,7 @@ def fit(
 ) -> TrainState:
     """Runs `update` for each of `steps`, with one batch each, and returns the last state.
 
-    Metrics of a step are read while the next one runs, so that the device never waits for the host.
+    Metrics of a step are read while the next one runs, so that the device rarely waits for them.
 
     Args:
       update: The function that `make_update` returns, compiled or not.

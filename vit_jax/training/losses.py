@@ -32,8 +32,8 @@ class LossConfig(records.Record):
 def make_loss(config: LossConfig | Loss) -> Loss:
     """Makes the loss function of (logits, targets); see `make_targets` for targets.
 
-    A function is wrapped in a check of its result's shape: without one number per example, padding
-    cannot be left out of the mean.
+    If `config` is a function, the shape of its result is checked: without one number per example,
+    padding cannot be left out of the mean.
 
     Raises:
       UserError: When the loss is called, if a function does not return shape (b,).
@@ -84,7 +84,7 @@ class BatchSums(NamedTuple):
     The mask is False for padding and for unreadable images.
     """
 
-    sums: dict[str, Array]  # of the loss and of `example_metrics`, by name
+    sums: dict[str, Array]  # sums of the loss and of `example_metrics`, by name
     num_examples: Array  # number of examples in each sum
     outputs: dict[str, Array]  # outputs of each example (b ...) by name, whatever its mask is
 

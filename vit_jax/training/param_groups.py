@@ -121,7 +121,7 @@ def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
 
 
 def _trainable_factors(params: Any, count: int) -> Any:
-    """Returns 1 for trained parameters: the head, or the last blocks and all after them."""
+    """Returns 1 for trained parameters (the last blocks and later layers, or the head), else 0."""
     if count == 0:
         return jax.tree.map(np.float32, tree_names.match_mask(params, _HEAD))
     layers, head = _layer_indices(params, 'trained_blocks')

@@ -131,11 +131,11 @@ def make_update(
     values, except for the step counters of state and schedule, and the metric `skipped` is 1.
 
     Args:
-      loss_sums: Sums of a batch (params, batch, key), as `make_loss_sums` returns it.
+      loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`).
       optimizer: Transforms the gradient of the mean loss into an update.
       schedule: The optimizer's schedule, for the metric `learning_rate`.
-      augment: Augments a batch (key, batch). The key is the same at each step.
-      stop_frozen_gradients: As of `ParamGroups`.
+      augment: Maps (key, batch) to an augmented batch. The key is the same at each step.
+      stop_frozen_gradients: Applies stop_gradient to frozen parameters (see `ParamGroups`).
       seed: Seed of the keys of augmentation and dropout.
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. Only dropout's keys depend on it.
@@ -188,7 +188,7 @@ def _is_schedule(node: Any) -> bool:
 
 
 def accumulate_gradients(gradients: GradientFunction, parts: int) -> GradientFunction:
-    """Returns `gradients` computed on one part of the batch after the other, and summed.
+    """Returns a function that sums `gradients` over parts of the batch, one part at a time.
 
     A part takes every `parts`-th example, so that examples stay on their devices.
     """

@@ -323,7 +323,7 @@ class Run:
 
     def _evaluations(self) -> list[PeriodicAction]:
         """Returns an observer of the training loop for each evaluation, with its interval."""
-        config, every = self.opened.experiment.config, self.opened.experiment.length.interval
+        config, every = self.opened.experiment.config, self.opened.experiment.length.interval_steps
         usual, evaluations = config.eval_every_steps, config.evaluations.items()
         intervals = {name: one.every_steps or usual for name, one in evaluations}
         if config.fewshot is not None:

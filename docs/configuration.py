@@ -36,7 +36,7 @@ python -m vit_jax.train --config=configs/quickstart.py --workdir=/tmp/vit/change
 
 `--helpfull` of any program with `--config` prints the same. Names in *italics* are the programs
 that use a field, if not all do. *training* stands for `train`, `finetune` and the runs of `study`.
-`doctor` and `plan` resolve the options as a training does, `inspect_data` reads its data, and
+`doctor` and `plan` resolve the options as training does, `inspect_data` reads its data, and
 `fewshot` evaluates a checkpoint.
 """
 

@@ -43,7 +43,7 @@ _LISTS = {  # lists of a Scan, and the text after their counts
 
 
 class Problems(list[str]):
-    """Reasons for which a training would be rejected, without repetitions."""
+    """Reasons why training would stop, without repetitions."""
 
     def catch(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Calls the function and returns its result. Appends a UserError and returns None."""

@@ -93,9 +93,9 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Waits for a training and returns its exit code. Forwards signals, so that it saves and exits.
+    """Waits for a training run and returns its exit code. Forwards signals, so that the run saves.
 
-    The training has its own session, so that Ctrl-C does not reach it a second time.
+    The run has its own session, so that Ctrl-C does not reach it a second time.
     """
     received = []
 

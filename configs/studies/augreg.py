@@ -3,7 +3,7 @@
 Paper: "How to train your ViT?": augmentation helps more with less data and with larger models. The
 best level of each model is in configs/pretrain/augreg.py.
 Result: not run here yet.
-Cost: `small` has 36 trainings of 3 to 6 minutes on one CPU core.
+Cost: `small` has 36 training runs of 3 to 6 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/augreg.py:small \
              --config.base.data=DATA --workdir=DIR
 """

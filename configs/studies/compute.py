@@ -5,7 +5,7 @@ Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5 and table 6: Visio
 hybrids are better than ViTs only at small budgets. `full` has the rows of table 6 on JFT-300M, by
 name, except R152x2 for 14 epochs and R200x3, which table 3 does not list.
 Result: docs/studies.md has the results of `small`; PUBLISHED below is table 6.
-Cost: `small` has 30 trainings of 1 to 8 minutes on one CPU core. Table 6 has the exaFLOPs of
+Cost: `small` has 30 training runs of 1 to 8 minutes on one CPU core. Table 6 has the exaFLOPs of
 `full`.
 Command: python -m vit_jax.study --config=configs/studies/compute.py:small \
              --config.base.data=DATA --workdir=DIR

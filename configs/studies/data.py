@@ -8,7 +8,7 @@ epochs of all images. `sets` reproduces figure 3 and table 5: models from ImageN
 JFT are fine-tuned on five tasks; larger ViTs are worse with the smallest data set and better with
 the largest. `sets` has the regularization of table 3; the paper tuned it for smaller data sets.
 Result: docs/studies.md has the results of `small`; PUBLISHED below is table 5.
-Cost: `small` has 36 trainings of 3 to 10 minutes on one CPU core, and as many fine-tunings.
+Cost: `small` has 36 training runs of 3 to 10 minutes on one CPU core, and as many fine-tunings.
 Command: python -m vit_jax.study --config=configs/studies/data.py:small \
              --config.base.data=DATA --workdir=DIR
 """

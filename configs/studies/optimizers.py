@@ -4,7 +4,7 @@ Paper: "An Image is Worth 16x16 Words", appendix D.1, table 7: ResNets that were
 Adam on JFT-300M are fine-tuned with both optimizers; Adam is better on most tasks. JFT is not
 public: `full` refers to it by name.
 Result: not run here yet; PUBLISHED below is table 7.
-Cost: `small` has 3 trainings of 4 minutes on one CPU core, and 6 fine-tunings of 2 minutes.
+Cost: `small` has 3 training runs of 4 minutes on one CPU core, and 6 fine-tunings of 2 minutes.
 Command: python -m vit_jax.study --config=configs/studies/optimizers.py:small \
              --config.base.data=DATA --workdir=DIR
 """

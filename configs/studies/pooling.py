@@ -4,7 +4,7 @@ Paper: "An Image is Worth 16x16 Words", appendix D.3, figure 9: at a learning ra
 of the tokens of B/16 is far below the class token; at 3e-4 they are equal. Attention pooling (MAP)
 is from "Scaling Vision Transformers", section 3.2.
 Result: docs/studies.md has the results of `small`.
-Cost: `small` has 36 trainings of 3 minutes on one CPU core.
+Cost: `small` has 36 training runs of 3 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/pooling.py:small \
              --config.base.data=DATA --workdir=DIR
 """

@@ -3,7 +3,7 @@
 Paper: "An Image is Worth 16x16 Words", appendix D.4, table 8: B/16 without positions is 3 % worse
 than with any kind. All kinds are within 0.5 % of each other, wherever they are added.
 Result: docs/studies.md has the results of `small`; PUBLISHED below is table 8.
-Cost: `small` has 24 trainings of 3 minutes on one CPU core.
+Cost: `small` has 24 training runs of 3 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/positions.py:small \
              --config.base.data=DATA --workdir=DIR
 """

@@ -4,7 +4,7 @@ Paper: "An Image is Worth 16x16 Words", appendix D.2, figure 8: starting from 8 
 an MLP of 2048 and patches of 32, depth helps most, up to 64 blocks, and width least. Smaller
 patches help robustly without more parameters.
 Result: docs/studies.md has the results for patches of `small`.
-Cost: `small` has 36 trainings of 1 to 14 minutes on one CPU core.
+Cost: `small` has 36 training runs of 1 to 14 minutes on one CPU core.
 Command: python -m vit_jax.study --config=configs/studies/scaling.py:small \
              --config.base.data=DATA --workdir=DIR
 """

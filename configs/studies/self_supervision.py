@@ -5,7 +5,7 @@ Paper: "An Image is Worth 16x16 Words", section 4.6: B/16 pre-trained on masked 
 model is fine-tuned on a part of the labels; `supervised` was pre-trained with the labels of all
 images. In `full`, all models are finally fine-tuned at 384 pixels, also models from scratch.
 Result: docs/studies.md has the results of `small`.
-Cost: `small` has 3 trainings of 6 minutes on one CPU core, and 21 of 3 minutes.
+Cost: `small` has 3 training runs of 6 minutes on one CPU core, and 21 of 3 minutes.
 Command: python -m vit_jax.study --config=configs/studies/self_supervision.py:small \
              --config.base.data=DATA --workdir=DIR
 """

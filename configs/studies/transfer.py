@@ -6,7 +6,7 @@ data. The study trains the head, everything at a tenth of the learning rate, the
 everything. `small` pre-trains on five classes of CIFAR-10; `near` has the other five classes, `far`
 scikit-learn's digits. `full` starts from B/16 from ImageNet-21k; `near` is Pets, `far` EuroSAT.
 Result: not run here yet.
-Cost: `small` has 3 trainings of 3 minutes on one CPU core, and 48 fine-tunings of 1 minute.
+Cost: `small` has 3 training runs of 3 minutes on one CPU core, and 48 fine-tunings of 1 minute.
 Command: python -m vit_jax.study --config=configs/studies/transfer.py:small \
              --config.base.data=DATA --workdir=DIR
 """

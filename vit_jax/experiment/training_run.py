@@ -72,7 +72,7 @@ def train(
 
     Raises:
       UserError: For invalid input, before compilation where possible.
-      NotFiniteError: If the training diverges. The message has the path of the last good
+      NotFiniteError: If training diverges. The message has the path of the last good
         checkpoint.
       Interrupted: If the process was told to stop (SIGTERM, SIGHUP, Ctrl-C), after saving.
     """

@@ -55,8 +55,8 @@ class Compute(Record):
     its queries, attention and MLP for class tokens only.
     """
 
-    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # dtype of activations and products
-    remat: Remat | Literal['auto'] = 'auto'  # dots: recompute all but products; block: all
+    dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # of activations and matrix products
+    remat: Remat | Literal['auto'] = 'auto'  # dots: all but matrix products; block: all
     unroll: int | Literal['auto'] = 'auto'  # blocks per iteration of the loop over blocks
     attention: Implementation | Literal['auto'] = 'auto'  # cudnn: only GPUs; splash: only TPUs
     layout: Layout | Literal['auto'] = 'auto'  # flat: tokens are rows of a matrix; batched: (b n d)

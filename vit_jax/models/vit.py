@@ -283,7 +283,7 @@ class Encoder(ViTModule):
     def _first_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> FirstTokens:
         """Like `_all_tokens`, but the last block computes only the tokens that the heads read.
 
-        This saves 7 % of the products of B/16. It is not used with dropout or stochastic depth.
+        This saves 7 % of the multiply-adds of B/16. Dropout and stochastic depth prevent it.
         """
         depth, unroll = self.config.depth, int(self.compute.unroll)
 

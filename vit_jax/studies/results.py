@@ -54,7 +54,7 @@ def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dic
 
 
 def _count_operations(folder: Path, run: PlannedRun) -> float:
-    """Returns the floating-point operations of a training, as counted in table 6 of the ViT paper.
+    """Returns the floating-point operations of a training run, as in table 6 of the ViT paper.
 
     Counts 6 per multiply-add of the forward pass, image and step, because a backward pass costs two
     forward passes. Returns NaN if the model comes from a checkpoint.

@@ -112,7 +112,7 @@ def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
 
 
 def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
-    # The first prefix that occurs contains the parameters; other arrays belong to the training.
+    # The first prefix that occurs contains the parameters; other arrays belong to the training run.
     roots = 'params/', 'opt/target/', ''
     root = next(r for r in roots if any(name.startswith(r) for name in contents.arrays))
     matches = (_PATCHES.fullmatch(name) for name in contents.arrays if name.startswith(root))

@@ -183,7 +183,7 @@ def summarize(config: ModelConfig, parameters: int, is_projection: bool) -> str:
     p, q = config.patch_size
     name = f'{sizes[size]}/{p}' if size in sizes and p == q else f'patches {p}x{q}'
     if backbone is not None:
-        stages = f'stages {backbone.blocks}' if backbone.blocks else 'root alone'
+        stages = f'stages {backbone.blocks}' if backbone.blocks else 'stem only'
         name = f'hybrid ({stages}), {name} on its feature map'
     images += f': {config.unused_pixels}' if config.unused_pixels else ''
     usual, values = vars(ViTConfig()), vars(config)

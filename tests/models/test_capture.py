@@ -124,5 +124,5 @@ def test_what_is_not_named_is_neither_computed_nor_kept():
 
 def test_an_unknown_name_is_rejected_with_the_nearest():
     model, params, images = made(EVERY['ViT'][0])
-    with pytest.raises(UserError, match="'token' .*'tokens'"):
+    with pytest.raises(UserError, match="'token'.*'tokens'"):
         model.capture(params, images, ['token'])

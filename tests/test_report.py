@@ -66,7 +66,7 @@ def test_a_page_has_results_curves_events_and_differences(tmp_path):
     rows = cells(page)
     names = 'train/loss | train/images_per_second | test/accuracy | fewshot/1_shot_accuracy'
     assert rows[0] == f'run | state | {names} | wall time'
-    state = 'not complete at step 30'
+    state = 'incomplete at step 30'
     assert rows[1] == f'a/run | {state} | 1.5 | 200 | 43.75% | 37.50% | 0:01:47'
     assert 'b/run | 15 | nan | inf' in rows
     assert rows[-2:] == ['run | a/run -> run', 'b/run | batch_size: 16 -> 32']
@@ -80,7 +80,7 @@ def test_a_page_has_results_curves_events_and_differences(tmp_path):
 
 def test_a_run_without_numbers_has_a_page(tmp_path):
     folder = run_of(tmp_path / 'run', lines=[])
-    assert cells(page_of(tmp_path, folder))[1] == 'run | not complete at step 0 | 0:01:47'
+    assert cells(page_of(tmp_path, folder))[1] == 'run | incomplete at step 0 | 0:01:47'
 
 
 def test_numbers_alone_have_a_page(tmp_path):

@@ -63,7 +63,7 @@ def _state(run: History) -> str:
     """Describes the progress of a run, such as `complete at step 300`."""
     step = max((line['step'] for line in run.lines), default=0)
     ended = run.event in ('complete', 'stopped', 'diverged')
-    state = run.event if ended or not run.event else 'not complete'  # empty without an event log
+    state = run.event if ended or not run.event else 'incomplete'  # empty without an event log
     return f'{state} at step {step:,}'.strip()
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.hosts import free_port
 from vit_jax.base import UserError
 from vit_jax.distributed import processes
-from vit_jax.distributed.processes import Launch
+from vit_jax.distributed.processes import LaunchConfig
 
 SLURM = {
     'SLURM_JOB_ID': '4096',
@@ -55,7 +55,7 @@ def place(monkeypatch):
             for name, value in env.items():
                 patch.setenv(name, value)
             try:
-                processes.connect(Launch(**launch))
+                processes.connect(LaunchConfig(**launch))
             except Connecting as stopped:
                 return stopped.args
 

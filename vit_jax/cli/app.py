@@ -24,7 +24,7 @@ from vit_jax.cli import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT
 from vit_jax.distributed import meshes
-from vit_jax.distributed.processes import EXIT_INTERRUPTED, Job, Launch, join_job
+from vit_jax.distributed.processes import EXIT_INTERRUPTED, Job, LaunchConfig, join_job
 from vit_jax.training.loop import NotFiniteError
 
 _LESS_MEMORY = (
@@ -233,13 +233,15 @@ def add_launch_flags(parser: argparse.ArgumentParser) -> None:
         'heartbeat_seconds': 'seconds until a silent process counts as dead (default: %(default)g)',
         'watchdog_seconds': 'exit if a step, batch or save takes S seconds (default: %(default)g)',
     }.items():
-        add(f'--{name}', type=float, default=getattr(Launch, name), metavar='S', help=text)
+        add(f'--{name}', type=float, default=getattr(LaunchConfig, name), metavar='S', help=text)
 
 
-def parse_launch(arguments: argparse.Namespace) -> Launch:
-    """Returns the Launch that the arguments of `add_launch_flags` describe."""
-    values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Launch)}
-    return Launch(**values | {'distributed': arguments.distributed == 'auto'})
+def parse_launch(arguments: argparse.Namespace) -> LaunchConfig:
+    """Returns the configuration that the arguments of `add_launch_flags` describe."""
+    values = {
+        field.name: getattr(arguments, field.name) for field in dataclasses.fields(LaunchConfig)
+    }
+    return LaunchConfig(**values | {'distributed': arguments.distributed == 'auto'})
 
 
 def add_image_flags(parser: argparse.ArgumentParser) -> None:

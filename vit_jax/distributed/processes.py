@@ -54,7 +54,7 @@ Compare = Callable[[Any], list[str]]  # describes differences from the values of
 
 
 @dataclasses.dataclass(kw_only=True)
-class Launch(Record):
+class LaunchConfig(Record):
     """How the processes of a job find each other. The environment sets fields that are None."""
 
     distributed: bool = True  # False: a single process, whatever the environment contains
@@ -66,7 +66,7 @@ class Launch(Record):
     watchdog_seconds: float = 1800.0  # exit if no step, evaluated batch or save ends in time
 
 
-def connect(launch: Launch) -> None:
+def connect(launch: LaunchConfig) -> None:
     """Connects this process to the other processes of its job, if there are any.
 
     If the coordinator's address is on loopback, all processes listen on loopback only.
@@ -148,8 +148,8 @@ class Job:
     several processes.
     """
 
-    def __init__(self, launch: Launch | None = None):
-        self._launch, self._is_watched = launch or Launch(), launch is not None
+    def __init__(self, launch: LaunchConfig | None = None):
+        self._launch, self._is_watched = launch or LaunchConfig(), launch is not None
         self._has_state, self._ticks, self._stop_code = False, 0, 0
         self._last_signal, self._deadline = 0, float('inf')
         self._keys = itertools.count()  # all processes use the keys in the same order
@@ -310,8 +310,8 @@ class Job:
 
 
 @contextlib.contextmanager
-def join_job(launch: Launch, report: Callable[[BaseException], int]) -> Iterator[Job]:
-    """Connects this process to its job: `with join_job(Launch(), report) as job:`.
+def join_job(launch: LaunchConfig, report: Callable[[BaseException], int]) -> Iterator[Job]:
+    """Connects this process to its job: `with join_job(LaunchConfig(), report) as job:`.
 
     An exception within the block ends all processes of the job.
 

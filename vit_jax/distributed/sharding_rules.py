@@ -44,7 +44,9 @@ def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
         # The optimizer's state of a parameter may have another shape than the parameter.
         if rule is not None and not name.startswith('opt_state/'):
             raise UserError(f'config.mesh.rules: {rule} for {name} {list(leaf.shape)}: {wrong}')
-        return NamedSharding(mesh, PartitionSpec(*_axes(name, leaf, mesh, config.fsdp_min_mb)))
+        return NamedSharding(
+            mesh, PartitionSpec(*_choose_axes(name, leaf, mesh, config.fsdp_min_mb))
+        )
 
     return tree_names.map_named(sharding, state)
 
@@ -54,7 +56,7 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(f'(.*/)?{pattern}', name) is not None
 
 
-def _axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
+def _choose_axes(name: str, leaf: Any, mesh: Mesh, fsdp_min_mb: float) -> Spec:
     axes: list[str | None] = [None] * leaf.ndim
 
     def divides(axis: int, by: str) -> bool:

@@ -16,7 +16,7 @@ from vit_jax.base import Float, Int, UserError, records
 from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Classifier, Labeled
 
-ByEpisode = Literal['centroid', 'ridge']
+EpisodeKind = Literal['centroid', 'ridge']
 _NORMAL = 1.96  # standard deviations, for a 95 % interval of a normal distribution
 
 
@@ -29,7 +29,7 @@ class EpisodesConfig(records.Record):
     queries: int = 15  # number of test images per class
     episodes: int = 600  # number of episodes for each number of shots
     seed: int = 0  # seed of the draws
-    classifier: ByEpisode = 'centroid'  # nearest class mean; ridge: the few-shot linear probe
+    classifier: EpisodeKind = 'centroid'  # nearest class mean; ridge: the few-shot linear probe
     classes: tuple[str, ...] = ()  # classes to draw from, for example unseen ones; empty: all
 
     def check(self) -> None:

@@ -26,7 +26,7 @@ Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
 
 
-class Batches(NamedTuple):
+class BatchMaker(NamedTuple):
     """Makes batches on the devices of a mesh from the images of a reader."""
 
     mesh: Mesh
@@ -47,7 +47,7 @@ class Batches(NamedTuple):
         return loading.abstract_batch(self.mesh, self.batch_size, reader.size, label_shape)
 
 
-def batches_on_all_devices(reader: ImageReader, batch_size: int) -> Batches:
+def batches_on_all_devices(reader: ImageReader, batch_size: int) -> BatchMaker:
     """Makes batches that are sharded over all devices.
 
     Args:
@@ -64,7 +64,7 @@ def batches_on_all_devices(reader: ImageReader, batch_size: int) -> Batches:
     batch_size = -(-batch_size // mesh.size) * mesh.size
     sharding = meshes.batch_sharding(mesh)
     loader_of = loading.make_loaders(LoaderConfig(placement='host'), sharding)
-    return Batches(mesh=mesh, make_loader=loader_of, batch_size=batch_size)
+    return BatchMaker(mesh=mesh, make_loader=loader_of, batch_size=batch_size)
 
 
 class Evaluation(NamedTuple):
@@ -89,7 +89,7 @@ class Evaluator:
     """Applies a function of (params, batch) to whole data sets (see `make_evaluator`)."""
 
     step: Any  # (params, batch) -> (sums, mask, outputs), jitted or compiled
-    batches: Batches
+    batches: BatchMaker
 
     def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
         """Returns the evaluator compiled for abstract parameters and the batches of a reader."""
@@ -145,7 +145,9 @@ class Evaluator:
         return Evaluation(means, arrays, readable, average_precisions=precisions)
 
 
-def make_evaluator(function: Callable[[Params, Batch], BatchSums], batches: Batches) -> Evaluator:
+def make_evaluator(
+    function: Callable[[Params, Batch], BatchSums], batches: BatchMaker
+) -> Evaluator:
     """Makes an evaluator from a function that sums over the examples of a batch.
 
     Results are replicated on all devices.

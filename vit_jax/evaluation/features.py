@@ -28,7 +28,7 @@ from vit_jax.base import (
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.data.loading import ImageReader, count_cores
-from vit_jax.evaluation.evaluator import Batches, Evaluator, Watch, make_evaluator
+from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, Watch, make_evaluator
 from vit_jax.models import Model, ModelConfig, ViTConfig, with_highest_precision
 from vit_jax.training.losses import BatchSums
 
@@ -37,7 +37,7 @@ FeatureFn = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d
 
 
 def make_feature_evaluator(
-    model: Model, preprocessing: Preprocessing, batches: Batches, *, exact: bool = False
+    model: Model, preprocessing: Preprocessing, batches: BatchMaker, *, exact: bool = False
 ) -> Evaluator:
     """Makes an evaluator whose outputs are `features`; `exact` selects full float32 precision.
 

@@ -24,7 +24,7 @@ from vit_jax.data.loading import ImageReader, check_memory, make_loaders, make_w
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
-from vit_jax.evaluation.evaluator import Batches, Evaluator, make_evaluator
+from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, open_probes
 from vit_jax.experiment import workdirs
 from vit_jax.models import (
@@ -54,7 +54,7 @@ from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.update import TrainState
 
 Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
-LossSums = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
+LossSumsFn = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
 
 
 class Experiment(NamedTuple):
@@ -314,15 +314,15 @@ def make_readers(
     )
 
 
-def make_eval_batches(config: TrainConfig, mesh: Mesh) -> Batches:
+def make_eval_batches(config: TrainConfig, mesh: Mesh) -> BatchMaker:
     """Makes loaders and batch size of evaluations. Training uses the same loaders."""
     loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
-    return Batches(mesh, loader_of, config.eval_batch_size or config.batch_size)
+    return BatchMaker(mesh, loader_of, config.eval_batch_size or config.batch_size)
 
 
 def _make_loss_sums(
     config: TrainConfig, model: Model, preprocessing: Preprocessing, train: Source
-) -> tuple[LossSums, LossSums]:
+) -> tuple[LossSumsFn, LossSumsFn]:
     """Makes functions that sum loss and metrics over a batch, for training and for evaluation.
 
     If training images are multi-label, evaluations measure the mean average precision. Otherwise
@@ -347,7 +347,7 @@ def _make_loss_sums(
 
 
 def _make_training(
-    config: TrainConfig, model: Model, loss_sums: LossSums, length: TrainLength, train: Source
+    config: TrainConfig, model: Model, loss_sums: LossSumsFn, length: TrainLength, train: Source
 ) -> tuple[Callable[[], TrainState], Update, list[str]]:
     """Returns `init`, `update` and the report of the param groups.
 

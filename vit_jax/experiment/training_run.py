@@ -1,6 +1,6 @@
 """Trains: opens the run, compiles, restores or initializes, trains, evaluates and saves.
 
-`train` calls the functions below it in their order. `Run` is the training run in progress.
+`train` calls the functions below it in their order. `TrainingRun` is the training run in progress.
 """
 
 import contextlib
@@ -100,7 +100,9 @@ def train(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
         )
         stack.enter_context(contextlib.closing(reporter))
-        run = Run(opened, job=job, programs=programs, checkpoints=checkpoints, reporter=reporter)
+        run = TrainingRun(
+            opened, job=job, programs=programs, checkpoints=checkpoints, reporter=reporter
+        )
         return run.train(state, steps, profile if job.index == 0 else range(0))
 
 
@@ -250,7 +252,7 @@ def restore_or_init(
 
 
 @dataclasses.dataclass
-class Run:
+class TrainingRun:
     """A training run in progress: programs, checkpoints, reporter, and the newest metrics."""
 
     opened: OpenedRun

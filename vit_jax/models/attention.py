@@ -19,7 +19,7 @@ Offsets = Float[Array, 'o h k']  # one vector per offset between query and key p
 Logits = Float[Array, 'b h q n']
 Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
 LONG_SEQUENCE = 1024  # number of tokens above which `auto` avoids an array of attention weights
-OUTPUT = 'attention'  # checkpoint_name of the output, for rematerialization policies
+SAVED = 'attention'  # checkpoint_name of the output, for rematerialization policies
 _MAX_QUERIES = 256  # largest number of queries per block of `blockwise`
 _LANES, _MAX_BLOCK = 128, 1024  # splash: lanes of a TPU vector register, and the largest block size
 _INTERPRET = False  # True runs the TPU kernel in an interpreter (tests on CPUs)
@@ -110,7 +110,7 @@ def _attention_parts(
     total = weights.sum(-1, keepdims=True, dtype=f32)
     sums = jnp.einsum('bhqn,bnhk->bhqk', weights, value, preferred_element_type=f32)
     output = (sums / total).astype(query.dtype).transpose(0, 2, 1, 3)
-    return checkpoint_name(output, OUTPUT), weights, total
+    return checkpoint_name(output, SAVED), weights, total
 
 
 @_attend.defjvp
@@ -221,7 +221,7 @@ def _splash(query: Queries, key: Keys, value: Values) -> Queries:
         block_sizes=kernels.BlockSizes(**blocks, **layouts),
         head_shards=1,
         q_seq_shards=1,
-        residual_checkpoint_name=OUTPUT,
+        residual_checkpoint_name=SAVED,
         interpret=_INTERPRET,
     )
     segments = None

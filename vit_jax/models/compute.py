@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base import Record, require, require_between
-from vit_jax.models.attention import LONG_SEQUENCE, OUTPUT, Implementation, supports_cudnn
+from vit_jax.models.attention import LONG_SEQUENCE, SAVED, Implementation, supports_cudnn
 from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.positions import RELATIVE
 
@@ -229,6 +229,6 @@ def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:
     The products inside attention have batch dimensions and are recomputed.
     """
     policies = jax.checkpoint_policies
-    dots, named = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(OUTPUT)
+    dots, named = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SAVED)
     is_kept = dots(primitive, *operands, **params) or named(primitive, *operands, **params)
     return primitive.name == 'conv_general_dilated' or is_kept

@@ -68,7 +68,7 @@ def open_workdir(
 
 
 def _check_and_write_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
-    """Writes config.json, unless the configuration changed. `TrainingRun.train` writes accepted ones.
+    """Writes config.json, unless the configuration changed. `TrainingRun` writes accepted ones.
 
     Raises UserError if there are checkpoints of a configuration that differs in fields that are not
     in `vit_jax.config.FREE`, unless `accept_changes` is True.

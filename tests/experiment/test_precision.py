@@ -83,7 +83,7 @@ def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
         )
         decided, state, update = tiny.compiled(config, devices=jax.devices()[:1])
         loader = loading.make_loader(
-            decided.train, config.loader, meshes.batch_sharding(decided.mesh)
+            decided.train_reader, config.loader, meshes.batch_sharding(decided.mesh)
         )
         batch = next(loading.sequential_batches(loader, np.arange(32), batch_size=32))
         losses[dtype] = []

@@ -506,7 +506,7 @@ def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, t
 
 @pytest.mark.full
 def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_path):
-    """The second is on relabeled images, of which one has no label and another has two."""
+    """The second is on relabeled images: one has no label, and another has two."""
     names = [f'{name}/{i}.jpg' for name in ('cat', 'dog') for i in range(3)]
     labels = dict(zip(names, [[0], [0, 1], [], [1], [1], [0]], strict=True))
     (tmp_path / 'real.json').write_text(json.dumps(labels))

@@ -136,7 +136,7 @@ def _set_auto(compute: Compute, **choices: Any) -> Compute:
 
 
 def _check_supported(compute: Compute, model: ViTConfig, platform: str, *, is_random: bool) -> None:
-    """Raises UserError for unsupported options. `is_random`: with dropout or stochastic depth."""
+    """Raises UserError for unsupported options; dropout and stochastic depth set `is_random`."""
     kernel, needed = compute.attention, _KERNEL_PLATFORMS.get(compute.attention, platform)
     wrong, instead = f'compute.attention={kernel}:', 'set compute.attention=auto'
     devices = f'expected a {needed.upper()}, got a {platform.upper()}'

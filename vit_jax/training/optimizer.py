@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, Literal, assert_never
@@ -22,6 +23,7 @@ OPTIONS: dict[str, dict[str, float]] = {
     'adamw': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8},
     'sgd': {'momentum': 0.9},
     'adafactor': {'b1': 0.9, 'b2': 0.999},  # b1: momentum; b2: largest decay of the second moment
+    'muon': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8, 'momentum': 0.95},  # momentum: of matrices
 }
 _LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
 
@@ -62,13 +64,15 @@ class ScheduleConfig(records.Record):
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig(ParamGroupsConfig):
-    """Optimizer: AdamW, SGD with momentum, or Adafactor as in Scaling Vision Transformers.
+    """Optimizer: AdamW, SGD with momentum, Adafactor as in Scaling Vision Transformers, or Muon.
 
-    The default values are b1=0.9, b2=0.999, epsilon=1e-8 and momentum=0.9.
+    Muon applies to the kernels of blocks, and AdamW to all other parameters. Both have the learning
+    rates and weight decays of AdamW. The default values are b1=0.9, b2=0.999, epsilon=1e-8 and
+    momentum=0.9 (muon: 0.95).
     """
 
     # Fields of param groups are inherited, so that flags are short, such as optimizer.weight_decay.
-    kind: Literal['adamw', 'sgd', 'adafactor'] = 'adamw'  # adafactor: the variant of ViT-g
+    kind: Literal['adamw', 'sgd', 'adafactor', 'muon'] = 'adamw'  # adafactor: as in ViT-g
     b1: float | None = None  # decay of the first moment (adamw, adafactor); None: default
     b2: float | None = None  # decay of the second moment (adamw, adafactor); None: default
     epsilon: float | None = None  # added to the root of the second moment (adamw); None: default
@@ -160,14 +164,23 @@ def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
             return optax.trace(options['momentum'], accumulator_dtype=config.moment_dtype)
         case 'adafactor':
             return _adafactor(options['b1'], options['b2'], config.moment_dtype)
+        case 'muon':
+            b1, b2, epsilon = options['b1'], options['b2'], options['epsilon']
+            adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
+            muon = _muon(options['momentum'], config.moment_dtype)
+            return optax.chain(
+                optax.masked(muon, _is_matrix),
+                optax.masked(adam, lambda params: jax.tree.map(operator.not_, _is_matrix(params))),
+            )
         case other:
             assert_never(other)
 
 
 def count_moments(config: OptimizerConfig) -> int:
     """Returns the number of values that the optimizer stores per parameter of a large matrix."""
-    matrix = jax.ShapeDtypeStruct((1024, 1024), np.float32)
-    state = jax.eval_shape(_scale_by_moments(config).init, {'kernel': matrix})
+    matrix = jax.ShapeDtypeStruct((1, 1024, 1024), np.float32)
+    params = {'encoder': {'block': {'kernel': matrix}}}
+    state = jax.eval_shape(_scale_by_moments(config).init, params)
     return sum(leaf.size for leaf in jax.tree.leaves(state)) // matrix.size
 
 
@@ -192,3 +205,36 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
         scale(min_size=32, vectors=False),  # big_vision's value; the default of optax is 128
         optax.ema(b1, debias=False, accumulator_dtype=moment_dtype),
     )
+
+
+def _is_matrix(params: Any) -> Any:
+    """Returns a tree of booleans that selects the kernels of blocks."""
+    return tree_names.match_mask(params, f'{BLOCKS}.*kernel')
+
+
+def _matrix_axes(params: Any) -> Any:
+    """Returns the input and output axes of each kernel. Axis 0, the depth, is a batch axis."""
+
+    def axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
+        first = leaf.ndim - 1 if name.endswith('attention/out/kernel') else 2
+        return optax.contrib.MuonDimensionNumbers((*range(1, first),), (*range(first, leaf.ndim),))
+
+    return tree_names.map_named(axes, params)
+
+
+def _muon(momentum: float, moment_dtype: str) -> optax.GradientTransformation:
+    """Makes Muon with updates as large as those of Adam (Muon is Scalable for LLM Training)."""
+    make = functools.partial(optax.contrib.scale_by_muon, weight_dimension_numbers=_matrix_axes)
+    orthogonal = make(beta=0.0, nesterov=False)
+
+    def scale(update: Any, axes: optax.contrib.MuonDimensionNumbers) -> Any:
+        sides = (math.prod(update.shape[axis] for axis in group) for group in axes)
+        return 0.2 * math.sqrt(max(sides)) * update
+
+    def orthogonalize(momenta: Any, _: Any) -> Any:
+        updates, _ = orthogonal.update(momenta, orthogonal.init(momenta))
+        return jax.tree.map(scale, updates, _matrix_axes(momenta))
+
+    # The first transformation only normalizes the momentum; `orthogonalize` iterates.
+    momentum_only = make(beta=momentum, ns_steps=0, mu_dtype=moment_dtype)
+    return optax.chain(momentum_only, optax.stateless(orthogonalize))

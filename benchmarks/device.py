@@ -8,7 +8,8 @@ The parts run in this order:
 - peers: B/16, L/16, S/16, H/14, next to timm (--timm=PYTHON) and big_vision (--big_vision=FOLDER)
 - profile: the 30 slowest kernels of a step of B/16, with bytes and operations if they are known
 - files: B/16 from JPEG files (--photos=FOLDER; without it, from generated files)
-- cifar10: the hybrid on CIFAR-10 (--cifar10=FOLDER), and the accuracy that it reaches
+- cifar10: the ViT and the hybrid of configs/pretrain/cifar10_gpu.py (--cifar10=FOLDER), and the
+  accuracies that they reach; complete only with --only=cifar10 --minutes=12
 - options: B/16 with options of XLA, one at a time
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
 

@@ -27,7 +27,7 @@ from benchmarks.input_speed import make_batches
 from benchmarks.our_step import Step, make_config, trace_step
 from benchmarks.peer_programs import SCAN, Workload
 from benchmarks.step_program import Kernel, list_kernels
-from configs.pretrain import cifar10_hybrid
+from configs.pretrain import cifar10_gpu, cifar10_hybrid
 from vit_jax.base.array_types import Array
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
@@ -326,35 +326,38 @@ def time_waits(batches: Iterator[Any], waits: list[float]) -> Iterator[Any]:
 
 
 def part_cifar10(options: dict[str, Any]) -> None:
-    """Trains the hybrid recipe with a larger batch and reports the accuracy of each evaluation."""
+    """Trains the ViT and the hybrid of cifar10_gpu.py and reports each evaluation."""
     if options['cifar10'] is None:
         emit('not measured: --cifar10=FOLDER names the images')
         return
-    tiny = detect_platform() == 'cpu'
-    steps, every = (6, 3) if tiny else (2930, 293)
+    for model in cifar10_gpu.ARGUMENTS:
+        train_cifar10(model, options['cifar10'], tiny=detect_platform() == 'cpu')
+
+
+def train_cifar10(model: str, data: str, *, tiny: bool) -> None:
+    """Trains one model of cifar10_gpu.py, for six steps if `tiny`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, '-m', 'vit_jax.train', f'--workdir={folder}/run']
-        command += ['--config=configs/pretrain/cifar10_hybrid.py']
-        command += [f'--config.data={options["cifar10"]}', '--config.fewshot=None']
-        command += [f'--config.total.steps={steps}', f'--config.eval_every_steps={every}']
-        command += [f'--config.checkpoint_every_steps={steps}']
-        command += [f'--config.batch_size={8 if tiny else 256}']
+        command += [f'--config=configs/pretrain/cifar10_gpu.py:{model}', f'--config.data={data}']
         if tiny:
-            command += ['--config.model.depth=1', '--config.model.backbone.blocks=(1,)']
-        command += ['--config.schedule.warmup.fraction=0.05', '--config.ema_decay=0.99']
+            command += ['--config.total.steps=6', '--config.eval_every_steps=3']
+            command += ['--config.batch_size=8', '--config.eval_batch_size=8']
+            command += ['--config.model.depth=1', '--config.image_size=(32,32)']
+            command += ['--config.model.backbone.blocks=(1,)'] if model == 'hybrid' else []
         began = time.monotonic()
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
         reported = 0
         while child.poll() is None or reported < len(read_evaluations(folder)):
             for line in read_evaluations(folder)[reported:]:
                 reported += 1
+                seconds = time.monotonic() - began
                 emit(
-                    f'{line["accuracy"]:.2%} of the test images after {line["step"]:,} of '
-                    f'{steps:,} steps, {time.monotonic() - began:.0f} s including compilation',
+                    f'{model}: {line["accuracy"]:.2%} of the test images after {line["step"]:,} '
+                    f'steps, {seconds:.0f} s including compilation',
+                    model=model,
                     step=line['step'],
-                    steps=steps,
                     accuracy=line['accuracy'],
-                    seconds=time.monotonic() - began,
+                    seconds=seconds,
                 )
             time.sleep(0.2)
         if child.returncode:

@@ -31,7 +31,7 @@ MODELS = {
         mlp_dim=512,
         num_heads=4,
         pool='gap',
-        positions='rope',
+        positions='sincos2d',
     ),
     'hybrid': ViTConfig(
         image_size=(96, 96),
@@ -42,7 +42,7 @@ MODELS = {
         mlp_dim=512,
         num_heads=4,
         pool='gap',
-        positions='rope',
+        positions='sincos2d',
     ),
 }
 
@@ -51,7 +51,7 @@ def get_config(name: str = 'vit') -> TrainConfig:
     """Returns the experiment of a model; --config.data sets the folder."""
     model = dataclasses.replace(MODELS[name])
     return dataclasses.replace(
-        cifar10.get_config(),
+        cifar10.without_muon(),
         model=model,
         augmentation=Augmentation(
             shift_pixels=model.image_size[0] // 8,

@@ -23,7 +23,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 def get_config() -> TrainConfig:
     """Returns the experiment; --config.data sets the folder."""
     return dataclasses.replace(
-        cifar10.get_config(),
+        cifar10.without_muon(),
         model=ViTConfig(
             image_size=(48, 48),
             patch_size=(1, 1),

@@ -29,7 +29,7 @@ EXPERIMENTS = {
 @pytest.mark.parametrize('name', EXPERIMENTS)
 def test_fine_tuning_reads_the_same_images_with_the_same_labels(name):
     config = tiny.experiment(**EXPERIMENTS[name])
-    python, option, module, *words = shlex.split(next_command(config, 'a work dir'))
+    python, option, module, *words = shlex.split(next_command(config, 'a work dir', 'a work dir'))
     assert (python, option, module) == ('python', '-m', 'vit_jax.finetune')
     overrides, (file, run) = config_flags.split(words)
     tuned = config_flags.load(file.removeprefix('--config='), overrides)
@@ -42,7 +42,7 @@ def test_fine_tuning_reads_the_same_images_with_the_same_labels(name):
 
 def test_a_fine_tuned_model_is_evaluated():
     config = dataclasses.replace(tiny.experiment(), start_from='another')
-    words = shlex.split(next_command(config, 'a work dir'))
+    words = shlex.split(next_command(config, 'a work dir', 'a work dir'))
     assert words[:3] == ['python', '-m', 'vit_jax.evaluate']
     parsed = evaluate.make_parser().parse_args(words[3:])
     assert (parsed.checkpoint, parsed.data) == ('a work dir', 'digits')
@@ -50,4 +50,4 @@ def test_a_fine_tuned_model_is_evaluated():
 
 def test_data_that_no_command_line_can_name_are_not_proposed():
     config = tiny.experiment(data=tiny.watched(lambda index: None))
-    assert next_command(config, 'run') is None
+    assert next_command(config, 'run', 'run') is None

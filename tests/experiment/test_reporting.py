@@ -13,14 +13,9 @@ import pytest
 from tests import tiny
 from vit_jax.base import StorageError
 from vit_jax.distributed.processes import Job
+from vit_jax.evaluation.evaluator import summarize_evals
 from vit_jax.experiment.build import build_experiment
-from vit_jax.experiment.reporter import (
-    Reporter,
-    make_console,
-    read_events,
-    sum_seconds,
-    summarize_evals,
-)
+from vit_jax.experiment.reporter import Reporter, make_console, read_events, sum_seconds
 from vit_jax.training.duration import TrainLength
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics

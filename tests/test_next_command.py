@@ -1,6 +1,7 @@
 """The command that a training names at its end works when it is pasted."""
 
 import dataclasses
+import re
 import shlex
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from tests import tiny
 from vit_jax import evaluate
 from vit_jax.cli import config_flags
+from vit_jax.config import EvalConfig
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.train import next_command
+from vit_jax.train import describe_test_selection, next_command
 from vit_jax.training.losses import LossConfig
 
 EXPERIMENTS = {
@@ -51,3 +53,27 @@ def test_a_fine_tuned_model_is_evaluated():
 def test_data_that_no_command_line_can_name_are_not_proposed():
     config = tiny.experiment(data=tiny.watched(lambda index: None))
     assert next_command(config, 'run', 'run') is None
+
+
+def test_the_best_checkpoint_is_used_if_there_is_one():
+    config = tiny.experiment()
+    tuned = dataclasses.replace(config, start_from='another')
+    for one, option in (
+        (config, '--config.start_from=run/checkpoints/6'),
+        (tuned, 'run/checkpoints/6'),
+    ):
+        words = shlex.split(next_command(one, 'run', 'run/checkpoints/6'))
+        assert option in words
+    assert '--workdir=run-finetune' in next_command(config, 'run', 'run/checkpoints/6')
+
+
+@pytest.mark.parametrize('evals', [{}, {'dev': EvalConfig(), 'test': EvalConfig()}])
+def test_a_selection_on_test_images_names_the_flags_that_hold_out_others(evals):
+    config = tiny.experiment(
+        eval_split='test', evals=evals, keep_best=f'{[*evals, "test"][0]}/loss'
+    )
+    flags = re.findall(r"--config[.]([\w.]+=)'(.*?)'", describe_test_selection(config))
+    overrides = [''.join(flag) for flag in flags]
+    assert len(overrides) == 2
+    changed = config_flags.apply_overrides(config, overrides, where='config')
+    assert describe_test_selection(changed) is None and changed.train_split == 'train[:90%]'

@@ -34,18 +34,35 @@ def test_a_duration_is_a_length_in_exactly_one_unit(values):
     'epochs, batch_size, num_images, log, evaluate',
     [
         (20.0, 64, 20, 1, 1),  # fewer than a batch
+        (0.5, 64, 2_560, 1, 40),  # half an epoch
         (50.0, 64, 344, 13, 5),  # 20 lines
         (300.0, 4096, 1_281_167, 50, 313),
     ],
 )
-def test_a_short_training_reports_every_epoch_or_twenty_times(
-    epochs, batch_size, num_images, log, evaluate
-):
+def test_a_short_training_reports_about_twenty_times(epochs, batch_size, num_images, log, evaluate):
     total = Duration(epochs=epochs)
     length = make_train_length(total, batch_size=batch_size, num_images=num_images)
     assert (length.log_interval_steps(None), length.interval_steps('epoch')) == (log, evaluate)
     assert length.log_interval_steps(7) == length.interval_steps(7) == 7
     assert length.interval_steps(None) is None and length.log_interval_steps('epoch') == evaluate
+
+
+@pytest.mark.parametrize(
+    'steps, num_images, interval',
+    [
+        (300, 48, 30),  # ten evaluations
+        (305, 48, 31),
+        (300, 480, 75),  # a fifth of 300 batches of 32 images: four evaluations
+        (300, 50_000, 300),  # at the end
+        (5, 1, 1),
+    ],
+)
+def test_evaluations_are_about_ten_and_cost_little(steps, num_images, interval):
+    length = make_train_length(Duration(steps=steps), batch_size=32, num_images=1000)
+    found = length.eval_interval_steps(None, num_images)
+    assert found == interval and length.eval_interval_steps(7, num_images) == 7
+    evaluated = -(-steps // found) * num_images
+    assert found == steps or evaluated <= 0.2 * steps * 32
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,8 @@ def test_the_newest_are_kept_and_what_a_killed_process_left_is_removed(saved):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('where', ['a directory', 'a bucket'])
-def test_the_best_is_kept_with_the_newest_until_another_is(where, tmp_path, bucket):
-    folder = storage.resolve_folder('gs://bucket/run' if where == 'a bucket' else str(tmp_path))
+def test_the_best_is_kept_on_a_bucket_with_the_newest_until_another_is(bucket):
+    folder = storage.resolve_folder('gs://bucket/run')
     checkpoints, kept = store.Checkpoints(folder, keep=1), []
     for step, best in (1, 1), (2, 1), (3, 1), (4, 4), (5, 4):
         save(checkpoints, step, best=best)

@@ -10,9 +10,7 @@ from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
 
-def run(
-    losses, *, every, events, start=0, norms=None, interrupt=None, max_skipped_steps=1, actions=()
-):
+def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipped_steps=1):
     """Counts up; `events` hears of each thing that happens, in order."""
 
     def happens(event):
@@ -46,7 +44,7 @@ def run(
         batches(),
         steps=range(start, len(losses)),
         on_metrics=lambda step, numbers: events.append(f'metrics {step}'),
-        actions=[PeriodicAction(every, observe), *actions],
+        actions=[PeriodicAction(every, observe)],
         clock=Clock(),
         max_skipped_steps=max_skipped_steps,
     )
@@ -97,16 +95,6 @@ def test_it_stops_with_a_whole_state_between_two_steps_or_where_an_observer_stop
             f'metrics {n + 1}' for n in range(expected)
         ]
         assert events[-1] in (place, f'metrics {expected}')
-
-
-def test_after_an_action_that_ends_the_training_the_others_run_as_at_the_end():
-    events, ran = [], []
-    actions = [
-        PeriodicAction(2, lambda step, state: step == 4),
-        PeriodicAction(None, lambda step, state: ran.append(step)),
-    ]
-    assert run([1.0] * 8, every=3, events=events, actions=actions).step == 4
-    assert ran == [4] and events[-1] == 'metrics 4' and 'observe 4' not in events
 
 
 def test_what_is_due_every_so_often_is_due_after_the_last_step_too():

@@ -60,5 +60,5 @@ def test_a_selection_on_test_images_names_the_flags_that_hold_out_others(evals):
     best = f'{[*evals, "test"][0]}/loss'
     config = tiny.experiment(eval_split='test', evals=evals, keep_best=best)
     flags = re.findall(r"--config[.]([\w.]+=)'(.*?)'", describe_test_selection(config))
-    changed = config_flags.apply_overrides(config, map(''.join, flags), where='config')
+    changed = config_flags.apply_overrides(config, [*map(''.join, flags)], where='config')
     assert describe_test_selection(changed) is None and changed.train_split == 'train[:90%]'

@@ -63,10 +63,8 @@ def describe_test_selection(config: TrainConfig) -> str | None:
         return None
     field = f'evals.{name}.split' if config.evals else 'eval_split'
     flags = f"--config.train_split='train[:90%]' --config.{field}='train[90%:]'"
-    reason = (
-        f'the best step was selected on {split}, so this value is too optimistic for new images'
-    )
-    return f'{reason}; to measure on images that selected nothing, train with {flags}'
+    reason = f'the best step was selected on {split}, so this value is too high for new images'
+    return f'{reason}; to keep {split} for a final evaluation, train with {flags}'
 
 
 def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | None:

@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import pytest
 
-from tests import golden, tiny
+from tests import golden
 from vit_jax.base import records, tree_names
 from vit_jax.config import TrainConfig
 from vit_jax.data.loading import abstract_batch
@@ -55,19 +55,6 @@ def test_a_config_fits_together(name):
     after, metrics = jax.eval_shape(experiment.update, state, batch)
     assert tree_names.named_leaves(after) == tree_names.named_leaves(state)
     assert metrics.sums['loss'].shape == ()
-
-
-@pytest.mark.parametrize('num_images', [20, 226, 344, 1_000])
-def test_a_small_folder_is_not_trained_in_silence(num_images):
-    config = golden.config('configs/finetune/folder.py')
-    config.model = tiny.model(num_classes=None)
-    length = build_experiment(with_dummy_data(config, num_classes=6, num_images=num_images)).length
-    intervals = (
-        length.log_interval_steps(config.log_every_steps),
-        length.interval_steps(config.eval_every_steps),
-    )
-    one = config.batch_size  # an epoch is rounded to steps
-    assert max(intervals) * one <= max(num_images, one) + one / 2
 
 
 @pytest.mark.full

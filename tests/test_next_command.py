@@ -1,6 +1,7 @@
 """The command that a training names at its end works when it is pasted."""
 
 import dataclasses
+import re
 import shlex
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from tests import tiny
 from vit_jax import evaluate
 from vit_jax.cli import config_flags
+from vit_jax.config import EvalConfig
 from vit_jax.data.loading import LoaderConfig
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.train import next_command
+from vit_jax.train import describe_test_selection, next_command
 from vit_jax.training.losses import LossConfig
 
 EXPERIMENTS = {
@@ -29,11 +31,11 @@ EXPERIMENTS = {
 @pytest.mark.parametrize('name', EXPERIMENTS)
 def test_fine_tuning_reads_the_same_images_with_the_same_labels(name):
     config = tiny.experiment(**EXPERIMENTS[name])
-    python, option, module, *words = shlex.split(next_command(config, 'a work dir'))
+    python, option, module, *words = shlex.split(next_command(config, 'a work dir', 'a/best 6'))
     assert (python, option, module) == ('python', '-m', 'vit_jax.finetune')
     overrides, (file, run) = config_flags.split(words)
     tuned = config_flags.load(file.removeprefix('--config='), overrides)
-    assert (tuned.start_from, run) == ('a work dir', '--workdir=a work dir-finetune')
+    assert (tuned.start_from, run) == ('a/best 6', '--workdir=a work dir-finetune')
     for field in 'data', 'train_split', 'eval_split', 'held_out', 'classes', 'loss':
         assert getattr(tuned, field) == getattr(config, field), field
     for field in 'on_unreadable', 'max_pixels':
@@ -42,12 +44,21 @@ def test_fine_tuning_reads_the_same_images_with_the_same_labels(name):
 
 def test_a_fine_tuned_model_is_evaluated():
     config = dataclasses.replace(tiny.experiment(), start_from='another')
-    words = shlex.split(next_command(config, 'a work dir'))
+    words = shlex.split(next_command(config, 'a work dir', 'a/best 6'))
     assert words[:3] == ['python', '-m', 'vit_jax.evaluate']
     parsed = evaluate.make_parser().parse_args(words[3:])
-    assert (parsed.checkpoint, parsed.data) == ('a work dir', 'digits')
+    assert (parsed.checkpoint, parsed.data) == ('a/best 6', 'digits')
 
 
 def test_data_that_no_command_line_can_name_are_not_proposed():
     config = tiny.experiment(data=tiny.watched(lambda index: None))
-    assert next_command(config, 'run') is None
+    assert next_command(config, 'run', 'run') is None
+
+
+@pytest.mark.parametrize('evals', [{}, {'dev': EvalConfig(), 'test': EvalConfig()}])
+def test_a_selection_on_test_images_names_the_flags_that_hold_out_others(evals):
+    best = f'{[*evals, "test"][0]}/loss'
+    config = tiny.experiment(eval_split='test', evals=evals, keep_best=best)
+    flags = re.findall(r"--config[.]([\w.]+=)'(.*?)'", describe_test_selection(config))
+    changed = config_flags.apply_overrides(config, [*map(''.join, flags)], where='config')
+    assert describe_test_selection(changed) is None and changed.train_split == 'train[:90%]'

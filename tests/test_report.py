@@ -78,6 +78,12 @@ def test_a_page_has_results_curves_events_and_differences(tmp_path):
     assert 'Gradient norm' not in page  # no run has any
 
 
+def test_the_best_step_is_named_with_the_split_that_selected_it(tmp_path):
+    lines = [line('test', 10 * n, loss=loss) for n, loss in enumerate([1.5, 1.25, None], 1)]
+    run = run_of(tmp_path / 'a', lines=lines, keep_best='test/loss', eval_split='train[90%:]')
+    assert '| 20: test/loss 1.25 on train[90%:] |' in cells(page_of(tmp_path, run))[1]
+
+
 def test_a_run_without_numbers_has_a_page(tmp_path):
     folder = run_of(tmp_path / 'run', lines=[])
     assert cells(page_of(tmp_path, folder))[1] == 'run | incomplete at step 0 | 0:01:47'

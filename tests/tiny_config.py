@@ -12,6 +12,7 @@ def get_config():
         regularization=Regularization(dropout=0.1),
         checkpoint_every_steps=10,
         log_every_steps=5,
+        eval_every_steps=1000,  # only at the end
         eval_batch_size=8,
     )
     return config

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vit_jax.base import Path, Record, records, require, require_between, write_json
@@ -25,6 +25,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 FORMAT = 4  # format number of work directories; increases when their files change
 # Kinds of lines in metrics.jsonl that are not names of evaluations.
 _RESERVED_KINDS = 'train', 'fewshot', 'skipped'
+Writer = Callable[[dict[str, Any]], None]  # gets each line of metrics.jsonl
 
 
 def default(kind: type) -> Any:
@@ -54,8 +55,8 @@ class EvalConfig(Record):
 class TrainConfig(Record):
     """An experiment: pre-training, fine-tuning, or few-shot evaluation.
 
-    `data`, `augmentation`, `loss` and `head` can be your own functions. config.json records their
-    names only.
+    `data`, `augmentation`, `loss`, `head` and `writers` can be your own functions. config.json
+    records their names only.
     """
 
     # Data and model.
@@ -87,14 +88,17 @@ class TrainConfig(Record):
     seed: int = 0  # seed of all random numbers
 
     # Logs, evaluations and checkpoints. An interval is a number of steps, or epoch.
-    log_every_steps: Interval | None = None  # logging interval; None: 50, or fewer for short runs
+    log_every_steps: Interval | None = None  # logging interval; None: 50 steps, or about 20 lines
     evals: dict[str, EvalConfig] = default(dict)  # evaluations by name; empty: test on eval_split
-    eval_every_steps: Interval | None = None  # interval of evaluations; None: only at the end
+    eval_every_steps: Interval | None = None  # interval of evaluations; None: about 10 evaluations
     eval_batch_size: int | None = None  # images per batch in evaluations; None: batch_size
     checkpoint_every_steps: Interval | None = None  # interval of checkpoints; None: only at the end
     keep_checkpoints: int = 2  # number of newest checkpoints to keep
+    keep_best: str | None = None  # EVALUATION/METRIC: also keep the checkpoint with its best value
+    patience: int | None = None  # stop after this many evaluations without a new best; None: never
     fewshot: FewshotConfig | None = None  # few-shot and other probes of features; None: no probes
     tensorboard: bool = False  # also write metrics as TensorBoard event files
+    writers: tuple[Writer, ...] = ()  # functions that also get each line of metrics.jsonl, as dict
 
     # Computation. Except for compute.dtype, loader.on_unreadable and loader.max_pixels, these
     # fields affect only speed, memory and rounding.
@@ -105,7 +109,7 @@ class TrainConfig(Record):
     def check(self) -> None:
         names = 'batch_size', 'accumulation_steps', 'max_skipped_steps', 'keep_checkpoints'
         every = 'log_every_steps', 'eval_every_steps', 'checkpoint_every_steps'
-        require_between(self, *names, *every, 'eval_batch_size', 'image_size', low=1)
+        require_between(self, *names, *every, 'eval_batch_size', 'image_size', 'patience', low=1)
         require_between(self, 'ema_decay', low=0, below=1)
         require_between(self, 'seed', low=0, below=2**32)
         distinct = len({*self.classes}) == len(self.classes)
@@ -114,6 +118,8 @@ class TrainConfig(Record):
             fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED_KINDS
             wanted = f'letters, digits, _ and -, but not {" or ".join(_RESERVED_KINDS)}'
             require(fits, f'evals: {name!r} is not a valid name; expected {wanted}')
+        wrong = f'patience={self.patience}: needs keep_best, such as keep_best=test/accuracy'
+        require(self.patience is None or self.keep_best is not None, wrong)
         both = self.evals and self.eval_split != 'test'
         require(not both, f'eval_split={self.eval_split!r}: not used with evals; set evals.*.split')
         if self.objective is not None:
@@ -132,14 +138,15 @@ class TrainConfig(Record):
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
 
-# Fields that may change when a run resumes: they affect speed, memory, rounding and what is
-# measured and written, but not what is learned.
+# Fields that may change when a run resumes: they affect speed, memory, rounding, what is measured
+# and written, and whether training stops early, but not what is learned until then.
 _COMPUTE = 'remat', 'unroll', 'attention', 'layout', 'last_block'
 _SPEED = 'mesh', *(f'compute.{name}' for name in _COMPUTE)
 _LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads'
 _OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'tensorboard'
-_WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints'
-FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN
+_WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints', 'writers'
+_SELECTED = 'keep_best', 'patience'
+FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN, *_SELECTED
 
 
 def differing(old: dict[str, Any], new: dict[str, Any], *, free: Sequence[str] = FREE) -> list[str]:

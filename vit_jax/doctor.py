@@ -22,6 +22,7 @@ import numpy as np
 
 from vit_jax.base import plural, records, require, storage
 from vit_jax.checkpoints import digests
+from vit_jax.checkpoints.card import package_versions
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.cli import app
 from vit_jax.data import image_decoding
@@ -44,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     wrong = f'--workdir={workdir}: --config is missing; pass the --config of the experiment'
     require(not only_workdir or storage.is_remote(workdir), wrong)
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
-    _say('versions', ', '.join(f'{name} {v}' for name, v in workdirs.package_versions().items()))
+    _say('versions', ', '.join(f'{name} {v}' for name, v in package_versions().items()))
     _say('decoding', image_decoding.describe_decoder())
     with join_job(launch, app.report) as job:
         _say('cluster', str(job) if job.count > 1 else 'none detected, one process')
@@ -109,7 +110,7 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
                 accept_changes=arguments.accept_config_changes,
                 accept_data=arguments.accept_data_changes,
             )
-            experiment, workdir, _ = stack.enter_context(run)
+            experiment, workdir, *_ = stack.enter_context(run)
             folder = workdir.folder
             _say('workdir', f'{folder}: writable')
             has_begun = bool(digests.list_steps(folder / FOLDER))

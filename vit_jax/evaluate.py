@@ -22,10 +22,9 @@ from vit_jax.cli import app, output
 from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener
 from vit_jax.evaluation import head
 from vit_jax.evaluation.head import HeadReport
-from vit_jax.experiment import lineage
 from vit_jax.figures import bitmaps
 from vit_jax.pretrained import LoadedModel, load
-from vit_jax.studies import results
+from vit_jax.studies import lineage, results
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 _SHOWN = 10  # printed classes, and printed confusions

@@ -19,7 +19,7 @@ from vit_jax.cli import app
 from vit_jax.experiment import reporter
 from vit_jax.figures import page
 from vit_jax.figures.page import Picture, Section, Table
-from vit_jax.studies import history, results
+from vit_jax.studies import history, planned_runs, results
 from vit_jax.studies.history import History
 
 _DASHES = '-', '--', '-.', (0, (6, 1.5, 1, 1.5, 1, 1.5))
@@ -39,6 +39,9 @@ _CURVES: tuple[tuple[str, str, Scale, str], ...] = (
     ('Learning rate', 'train/learning_rate', 'linear', 'Warm-up, then decay.'),
     ('Gradient norm', 'train/gradient_norm', 'magnitudes', _NORM),
     ('Images per second', 'train/images_per_second', 'linear', _SPEED),
+)
+_SELECTED = (
+    ' The value of the best step is a validation number, because it selected the checkpoint.'
 )
 _SKIPPED = 'Updates with a loss or gradient that is not finite are skipped.'
 _TIME = 'Wall time, summed over all starts of a run.'
@@ -71,15 +74,29 @@ def _results(runs: Sequence[History]) -> Section:
     others = 'step|run|seconds|count|loss'
     shown = rf'train/(loss|images_per_second)|(?!train|skipped)[^/]+/(?!({others})$).*'
     names = [name for name in _names(runs) if re.fullmatch(shown, name)]
-    rows = []
+    rows, selects = [], any(run.config.get('keep_best') for run in runs)
     for run in runs:
         cells = [run.name, _state(run)]
         for name in names:
             values = [x for x in run.numbers.get(name, {}).values() if np.isfinite(x)]
             cells.append(results.text_of(name, values[-1]) if values else '')
+        if selects:
+            cells.append(_describe_best(run))
         rows.append([*cells, reporter.format_duration(sum(run.seconds.values(), 0.0))])
-    text = 'The last finite value of each metric.'
-    return Section('Results', text, table=Table(['run', 'state', *names, 'wall time'], rows))
+    text = 'The last finite value of each metric.' + (_SELECTED if selects else '')
+    best = ['best step'] if selects else []
+    return Section('Results', text, table=Table(['run', 'state', *names, *best, 'wall time'], rows))
+
+
+def _describe_best(run: History) -> str:
+    """Describes the evaluation that selected the best checkpoint; empty if there is none."""
+    metric = run.config.get('keep_best') or ''
+    if (step := planned_runs.find_best_step(run, metric)) is None:
+        return ''
+    name, evals = metric.partition('/')[0], run.config['evals']
+    split = evals[name]['split'] if evals else run.config['eval_split']
+    value = results.text_of(metric, run.numbers[metric][step])
+    return f'{step:,}: {metric} {value} on {split}'
 
 
 def _names(runs: Sequence[History]) -> list[str]:

@@ -12,7 +12,7 @@ from vit_jax.base import plural
 from vit_jax.cli import app
 from vit_jax.config import TrainConfig
 from vit_jax.distributed.processes import Job
-from vit_jax.evaluation import probing
+from vit_jax.evaluation import evaluator, probing
 from vit_jax.experiment import reporter, training_run
 from vit_jax.experiment.workdirs import METRICS
 from vit_jax.training.losses import LossConfig
@@ -36,31 +36,53 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     if job.index != 0:
         return 0
     few_shot = f'; {probing.summarize(result.fewshot)}' if result.fewshot else ''
-    print(f'\nreached    {reporter.summarize_evals(result.evals)}{few_shot}')
+    print(f'\nreached    {evaluator.summarize_evals(result.evals)}{few_shot}')
     if skipped := result.reporter.skipped_images:
         times = plural(skipped, 'time')
         print(f'skipped    unreadable training images were skipped {times}')
     print(f'checkpoint {result.checkpoint}')
+    used = result.folder  # in commands, the name of its newest checkpoint
+    if (best := result.selection) and best.step is not None:
+        used = result.checkpoint.with_name(str(best.step))
+        print(f'best       {best} at step {best.step}: {used}')
+        if note := describe_test_selection(result.experiment.config):
+            print(f'note       {note}')
     print(f'metrics    {result.folder / METRICS}')
     print(f'time       {reporter.format_seconds(result.reporter.clock.seconds)}')
     if earlier := result.reporter.earlier_seconds:
         print(f'earlier    {reporter.format_seconds(earlier)}')
-    if command := next_command(result.experiment.config, str(result.folder)):
+    if command := next_command(result.experiment.config, str(result.folder), str(used)):
         print(f'next       {command}')
     return 0
 
 
-def next_command(config: TrainConfig, workdir: str) -> str | None:
+def describe_test_selection(config: TrainConfig) -> str | None:
+    """Explains what the best value means, if `config.keep_best` selects on a test split."""
+    name = (config.keep_best or '').partition('/')[0]
+    if 'test' not in (split := config.evaluations[name].split):
+        return None
+    field = f'evals.{name}.split' if config.evals else 'eval_split'
+    flags = f"--config.train_split='train[:90%]' --config.{field}='train[90%:]'"
+    reason = f'the best step was selected on {split}, so this value is too high for new images'
+    return f'{reason}; to keep {split} for a final evaluation, train with {flags}'
+
+
+def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | None:
     """Suggests the command to run next; None if `config.data` cannot be written as a flag.
 
     After pre-training, the command fine-tunes on the same images. After fine-tuning, it evaluates
     the checkpoint. It names no split, so `vit_jax.evaluate` takes the split that the run evaluated.
+
+    Args:
+      config: The configuration of the run.
+      workdir: Its work directory.
+      checkpoint: The checkpoint to use: the best one, or the work directory for its newest one.
     """
     if not isinstance(config.data, str):
         return None
-    values = {'start_from': workdir, 'data': config.data}
+    values = {'start_from': checkpoint, 'data': config.data}
     if config.start_from is not None and config.objective is None:
-        words = ['evaluate', workdir, f'--data={config.data}']
+        words = ['evaluate', checkpoint, f'--data={config.data}']
     else:
         for name in _IMAGE_FIELDS:
             value_of = operator.attrgetter(name)

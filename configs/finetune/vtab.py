@@ -29,5 +29,6 @@ def get_config(name: str = 'caltech101') -> TrainConfig:
     crop = RandomCrop(keep_aspect=False) if task.crop else None
     config.augmentation = Augmentation(crop=crop, flip=task.flip)
     config.train_split = VTAB_1K_SPLIT
-    config.eval_every_steps, config.checkpoint_every_steps = None, 500
+    # The paper evaluates the test images once, at the end.
+    config.eval_every_steps, config.checkpoint_every_steps = 2500, 500
     return config

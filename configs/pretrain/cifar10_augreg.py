@@ -35,7 +35,7 @@ def get_config(level: str = 'mild') -> TrainConfig:
         augmentation=augmentation,
         total=Duration(steps=4700),
         optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
-        eval_every_steps=None,
+        eval_every_steps=4700,  # only at the end
         checkpoint_every_steps=None,
         fewshot=None,
     )

@@ -29,9 +29,9 @@ def saved(tmp_path):
     checkpoints.close()
 
 
-def save(checkpoints, *steps):
+def save(checkpoints, *steps, best=None):
     for step in steps:
-        checkpoints.save(step, PARAMS, TRAINING, CARD | {'step': step}, {})
+        checkpoints.save(step, PARAMS, TRAINING, CARD | {'step': step}, {}, best=best)
     checkpoints.wait()
 
 
@@ -67,6 +67,17 @@ def test_the_newest_are_kept_and_what_a_killed_process_left_is_removed(saved):
         (folder / 'checkpoints' / name / 'params').mkdir(parents=True)
     store.Checkpoints(folder, keep=2).close()
     assert sorted(os.listdir(folder / 'checkpoints')) == ['2', '4']
+
+
+@pytest.mark.full
+def test_the_best_is_kept_on_a_bucket_with_the_newest_until_another_is(bucket):
+    folder = storage.resolve_folder('gs://bucket/run')
+    checkpoints, kept = store.Checkpoints(folder, keep=1), []
+    for step, best in (1, 1), (2, 1), (3, 1), (4, 4), (5, 4):
+        save(checkpoints, step, best=best)
+        kept.append(digests.list_steps(folder / 'checkpoints'))
+    checkpoints.close()
+    assert kept == [[1], [2, 1], [3, 1], [4], [5, 4]]
 
 
 # A file system allows these names of folders; orbax would misread them.

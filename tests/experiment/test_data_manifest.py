@@ -20,9 +20,10 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
-from vit_jax.experiment import data_manifest, lineage
+from vit_jax.experiment import data_manifest
 from vit_jax.experiment.data_manifest import SplitManifest
 from vit_jax.experiment.workdirs import Workdir
+from vit_jax.studies import lineage
 
 NAMES = [f'{i}.jpg' for i in range(60)]
 LABELS = ['ant', 'bee', 'cat'] * 20

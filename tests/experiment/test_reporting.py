@@ -1,6 +1,7 @@
 """The lines that a run prints and writes: numbers of steps, skipped updates, and its time."""
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -9,18 +10,14 @@ import pathlib
 import re
 
 import pytest
+from rich.console import Console
 
 from tests import tiny
 from vit_jax.base import StorageError
 from vit_jax.distributed.processes import Job
+from vit_jax.evaluation.evaluator import summarize_evals
 from vit_jax.experiment.build import build_experiment
-from vit_jax.experiment.reporter import (
-    Reporter,
-    make_console,
-    read_events,
-    sum_seconds,
-    summarize_evals,
-)
+from vit_jax.experiment.reporter import Reporter, make_console, read_events, sum_seconds
 from vit_jax.training.duration import TrainLength
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
@@ -32,21 +29,23 @@ def experiment():
     return build_experiment(config)
 
 
-def reporter_of(folder, steps, clock=None):
+def reporter_of(folder, steps, clock=None, writers=(), console=None):
     length = TrainLength(8, num_images=100, total_steps=steps.stop)
+    config = dataclasses.replace(experiment().config, writers=writers)
     return Reporter(
-        experiment()._replace(length=length),
+        experiment()._replace(config=config, length=length),
         folder,
         steps=steps,
         progress={},
         clock=clock or Clock(),
-        console=make_console(Job()),
+        console=console or make_console(Job()),
     )
 
 
-def report(folder, losses, skipped=()):
+def report(folder, losses, skipped=(), writers=()):
     """The lines of the metrics file of these losses, with these steps skipped."""
-    with contextlib.closing(reporter_of(folder, range(len(losses)))) as reporter:
+    reporter = reporter_of(folder, range(len(losses)), writers=writers)
+    with contextlib.closing(reporter):
         for step, loss in enumerate(losses, start=1):
             scalars = {'gradient_norm': 1.0, 'skipped': float(step in skipped)}
             sums = {'loss': 8 * loss, 'accuracy': 4.0}
@@ -110,6 +109,23 @@ def test_the_seconds_of_all_starts_add_up(tmp_path, monkeypatch):
     seconds = sum_seconds(read_events(tmp_path / 'events.jsonl'))
     assert seconds == {'start': 9.0, 'step': (7 + 7 + 10) * 2.0}
     assert reporter.earlier_seconds == {'start': 6.0, 'step': (7 + 7) * 2.0}
+
+
+def test_a_writer_gets_every_line_and_one_that_fails_is_said_once(tmp_path, caplog):
+    got = []
+
+    def broken(line):
+        line.clear()
+        raise OSError('the network is down')
+
+    lines = report(tmp_path, [1.0, math.nan] * 20, skipped=[2], writers=(broken, got.append))
+    assert got == lines
+    (message,) = (record.getMessage() for record in caplog.records if record.name == 'root')
+    assert 'broken' in message and 'the network is down' in message
+    quiet = Console(quiet=True)  # as in the other processes
+    other = reporter_of(tmp_path, range(9), writers=(got.append,), console=quiet)
+    other.record_metrics('test', 1, {'loss': 1.0}, '')
+    assert got == lines
 
 
 def test_half_a_line_of_a_killed_run_is_removed(tmp_path):

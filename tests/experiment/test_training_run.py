@@ -484,6 +484,7 @@ def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, t
         augmentation=left_to_right,
         loss=focal,
         model=tiny.model(num_classes=None, head=two_layers),
+        writers=(left_to_right,),
     )
     result = training_run.train(config, str(tmp_path / 'own'))
     assert read and not np.array_equal(
@@ -491,6 +492,7 @@ def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, t
     )
     values = json.loads((tmp_path / 'own' / 'config.json').read_text())
     assert values['loss'] == {'function': f'{__name__}:focal'}
+    assert values['writers'] == [values['augmentation']]
     assert values['augmentation'] == {'function': f'{__name__}:left_to_right'}
     assert values['model']['head'] == {'function': f'{__name__}:two_layers'}
     assert values['data']['function'].endswith('open_split')

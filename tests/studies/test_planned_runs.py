@@ -122,7 +122,7 @@ def test_a_complete_run_keeps_its_values(tmp_path):
     planned_runs.require_same_values(tmp_path, runs)
     for free in plan_runs(study(base=tiny.experiment(log_every_steps=1), seeds=(0, 1))):
         planned_runs.require_same_values(tmp_path, [free])
-    for changes in {'batch_size': 32}, {'eval_split': 'train'}:
+    for changes in {'batch_size': 32}, {'eval_split': 'train'}, {'keep_best': 'test/loss'}:
         with pytest.raises(UserError, match=f'train/1-gap-seed0: {[*changes][0]}'):
             changed = plan_runs(study(base=tiny.experiment(**changes)))
             planned_runs.require_same_values(tmp_path, changed)

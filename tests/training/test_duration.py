@@ -34,18 +34,24 @@ def test_a_duration_is_a_length_in_exactly_one_unit(values):
     'epochs, batch_size, num_images, log, evaluate',
     [
         (20.0, 64, 20, 1, 1),  # fewer than a batch
+        (0.5, 64, 2_560, 1, 40),  # half an epoch
         (50.0, 64, 344, 13, 5),  # 20 lines
         (300.0, 4096, 1_281_167, 50, 313),
     ],
 )
-def test_a_short_training_reports_every_epoch_or_twenty_times(
-    epochs, batch_size, num_images, log, evaluate
-):
+def test_a_short_training_reports_about_twenty_times(epochs, batch_size, num_images, log, evaluate):
     total = Duration(epochs=epochs)
     length = make_train_length(total, batch_size=batch_size, num_images=num_images)
     assert (length.log_interval_steps(None), length.interval_steps('epoch')) == (log, evaluate)
     assert length.log_interval_steps(7) == length.interval_steps(7) == 7
     assert length.interval_steps(None) is None and length.log_interval_steps('epoch') == evaluate
+
+
+def test_evaluations_are_about_ten_and_of_at_most_a_fifth_as_many_images_as_are_trained_on():
+    length = make_train_length(Duration(steps=300), batch_size=32, num_images=1000)
+    found = [length.eval_interval_steps(None, images) for images in (48, 480, 50_000)]
+    assert found == [30, 75, 300]  # 10 * 48 and 4 * 480 are below 1,920; then only at the end
+    assert length.eval_interval_steps(7, 50_000) == 7
 
 
 @pytest.mark.parametrize(

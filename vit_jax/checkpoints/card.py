@@ -4,12 +4,16 @@ Files of other libraries have no card. `Hints` supplies values that such a file 
 """
 
 import dataclasses
+import platform
+from importlib import metadata
 
 import jax
 
 from vit_jax.base import Array, Float, Record, require, require_between
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import Gelu, ResNetConfig, ViTConfig
+
+_PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -61,3 +65,9 @@ class Hints(Record):
     def check(self) -> None:
         require_between(self, 'grid', 'num_heads', low=1)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that affect results."""
+    versions = {name: metadata.version(name) for name in _PACKAGES}
+    return {'python': platform.python_version()} | versions

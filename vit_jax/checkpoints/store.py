@@ -44,7 +44,7 @@ class Checkpoints:
 
     Args:
       workdir: The work directory.
-      keep: How many of the newest checkpoints are kept.
+      keep: How many of the newest checkpoints are kept (see also `save`).
       sync_first: Files, such as metrics, that are synced to the disk before a checkpoint is
         completed, so that their contents survive a power failure together with the checkpoint.
       check_lease: A function that raises UserError if another run has taken over the work
@@ -78,7 +78,16 @@ class Checkpoints:
         """Returns the folder of the checkpoint of a step."""
         return self._folder / str(step)
 
-    def save(self, step: int, params: Params, training: Any, card: Json, progress: Json) -> None:
+    def save(
+        self,
+        step: int,
+        params: Params,
+        training: Any,
+        card: Json,
+        progress: Json,
+        *,
+        best: int | None = None,
+    ) -> None:
         """Starts to save a step; does nothing if it is the latest saved step.
 
         Args:
@@ -87,6 +96,7 @@ class Checkpoints:
           training: The rest of the training state, a tree of arrays (see `TrainState.split`).
           card: A `Card` as JSON values.
           progress: JSON values that `restore` returns.
+          best: A step whose checkpoint is kept in addition to the newest ones.
         """
         if step == self.latest_step:
             return self.check()
@@ -96,7 +106,7 @@ class Checkpoints:
             params=ocp.args.PyTreeSave(params),
             training=ocp.args.PyTreeSave(tree_names.named_leaves(training)),
         )
-        finish = functools.partial(self._finish, step, {CARD: card, PROGRESS: progress})
+        finish = functools.partial(self._finish, step, best, {CARD: card, PROGRESS: progress})
         thread = threading.Thread(target=finish, daemon=True)
         try:
             self._writer.save(self._plain / self._partial(step).name, args=arrays)
@@ -111,7 +121,7 @@ class Checkpoints:
         remote = storage.is_remote(final)
         return final if remote else final.with_name(digests.PARTIAL + final.name)
 
-    def _finish(self, step: int, texts: dict[str, Json]) -> None:
+    def _finish(self, step: int, best: int | None, texts: dict[str, Json]) -> None:
         """Waits for the arrays of all processes; process 0 then completes the checkpoint."""
         try:
             self._writer.wait_until_finished()
@@ -121,7 +131,8 @@ class Checkpoints:
                 self._check_lease()
                 _seal(self._partial(step), self.path(step), texts)
                 for old in digests.list_steps(self._folder)[self._keep :]:
-                    digests.remove_checkpoint(self.path(old))
+                    if old != best:
+                        digests.remove_checkpoint(self.path(old))
         except Exception as error:
             self._error = self._explained(error)
 

@@ -96,6 +96,11 @@ class Evaluator:
         step = self.step.lower(params, self.batches.abstract(reader)).compile()
         return dataclasses.replace(self, step=step)
 
+    def list_metrics(self, params: Params, reader: ImageReader) -> list[str]:
+        """Lists the names of `Evaluation.means`, for abstract parameters."""
+        sums, _, outputs = jax.eval_shape(self.step, params, self.batches.abstract(reader))
+        return [*sums, *(['mean_average_precision'] if 'logits' in outputs else [])]
+
     def evaluate(
         self,
         params: Params,
@@ -164,6 +169,18 @@ def make_evaluator(
 
     everywhere = meshes.replicated(batches.mesh)
     return Evaluator(meshes.jit_on(step, batches.mesh, out_shardings=everywhere), batches)
+
+
+def summarize_evals(evals: dict[str, dict[str, float]]) -> str:
+    """Formats the metrics of evaluations in one line."""
+    parts = []
+    for name, numbers in evals.items():
+        loss = f'loss {numbers["loss"]:.4f}'  # masked patch prediction may have no accuracy
+        text = f'accuracy {numbers["accuracy"]:.2%}' if 'accuracy' in numbers else loss
+        precision = numbers.get('mean_average_precision')
+        text += '' if precision is None else f', mean average precision {precision:.2%}'
+        parts.append(f'{name} {text}')
+    return '; '.join(parts)
 
 
 def average_precisions(

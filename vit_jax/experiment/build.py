@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from vit_jax.base import Array, Batch, Key, Params, UserError, plural, raise_all, records, require
-from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.card import Card, package_versions
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
 from vit_jax.checkpoints.transfer import Transferred, remove_head, transfer, with_linear_head
@@ -26,7 +26,6 @@ from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, open_probes
-from vit_jax.experiment import workdirs
 from vit_jax.models import (
     Compute,
     Model,
@@ -111,7 +110,7 @@ class Experiment(NamedTuple):
             preprocessing=self.preprocessing,
             class_names=self.train_reader.source.class_names if has_classes else (),
             loss=kind if has_classes else None,
-            software=workdirs.package_versions(),
+            software=package_versions(),
         )
         return records.to_dict(card)
 

@@ -6,7 +6,7 @@ between hosts. Sizes of files beyond the first `MAX_EAGER_SIZES` are compared in
 
 If the data or the split changes, the images that the run was trained on before stay in the
 manifest, under a split name that starts with `TRAINED_PREFIX`. `vit_jax.evaluate` compares them
-with the images that it evaluates (lineage.py).
+with the images that it evaluates (studies/lineage.py).
 """
 
 import contextlib

@@ -15,14 +15,16 @@ In events.jsonl, `time` is Unix time, and `seconds` the wall time of this start 
 import collections
 import datetime
 import json
+import logging
 import math
 import time
 from typing import Any
 
 from rich.console import Console
 
-from vit_jax.base import Path, plural, records, storage, usable
+from vit_jax.base import Path, errors, plural, records, storage, usable
 from vit_jax.base.bucket_lease import GrowingObject
+from vit_jax.config import Writer
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import Experiment
 from vit_jax.experiment.workdirs import EVENTS, METRICS
@@ -60,7 +62,7 @@ class Reporter:
           steps: The steps of this start.
           progress: `Reporter.progress` from the restored checkpoint; {} for a new run.
           clock: Measures the time of this start by activity.
-          console: Prints lines. If it is quiet, no files are written.
+          console: Prints lines. If it is quiet, no files are written and no writers are called.
         """
         config, length = experiment.config, experiment.length
         self.console, self.clock, self._steps = console, clock, steps
@@ -72,6 +74,8 @@ class Reporter:
         self.earlier_seconds: dict[str, float] = {}  # seconds of earlier starts by activity
         self._folder, self._files = folder, dict[str, Any]()  # open files by name
         self._run = 1  # number of this start
+        self._writers = () if console.quiet else config.writers
+        self._failed_writers: list[Writer] = []
         if not console.quiet:
             self._open_files(experiment, folder)
         self._busy_before, self._began = self._busy_seconds(), time.monotonic()
@@ -177,10 +181,23 @@ class Reporter:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
         passed = round(time.monotonic() - self._began, 3)
         values = {'kind': kind, 'step': step, 'time': now, 'run': self._run, 'seconds': passed}
-        self._append(METRICS, values | {name: _to_json(value) for name, value in numbers.items()})
+        values |= {name: _to_json(value) for name, value in numbers.items()}
+        self._append(METRICS, values)
+        self._call_writers(values)
         if (board := self._files.get(_TENSORBOARD)) is not None:
             for name, value in numbers.items():
                 board.add_scalar(f'{kind}/{name}', float(value), step)
+
+    def _call_writers(self, values: dict[str, Any]) -> None:
+        """Calls `config.writers`. Logs a warning at the first error of each; the run continues."""
+        for writer in self._writers:
+            try:
+                writer(dict(values))
+            except Exception as error:
+                if writer not in self._failed_writers:
+                    self._failed_writers.append(writer)
+                    text = errors.format_error(error)
+                    logging.warning('config.writers: %s: %s', records.text_of(writer), text)
 
 
 def _to_json(value: Any) -> Any:
@@ -230,15 +247,3 @@ def format_seconds(seconds: dict[str, float]) -> str:
     """Formats wall time and its parts, such as `0:01:02: start 3.0 s, compile 10.2 s, ...`."""
     parts = ', '.join(f'{name} {s:.1f} s' for name, s in seconds.items() if s >= 0.05)
     return f'{format_duration(sum(seconds.values()))}: {parts}'
-
-
-def summarize_evals(evals: dict[str, dict[str, float]]) -> str:
-    """Formats the metrics of evaluations in one line."""
-    parts = []
-    for name, numbers in evals.items():
-        loss = f'loss {numbers["loss"]:.4f}'  # masked patch prediction may have no accuracy
-        text = f'accuracy {numbers["accuracy"]:.2%}' if 'accuracy' in numbers else loss
-        precision = numbers.get('mean_average_precision')
-        text += '' if precision is None else f', mean average precision {precision:.2%}'
-        parts.append(f'{name} {text}')
-    return '; '.join(parts)

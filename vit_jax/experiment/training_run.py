@@ -6,11 +6,9 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import logging
-import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,21 +16,25 @@ import jax.numpy as jnp
 import psutil
 from rich.console import Console
 
-from vit_jax.base import Batch, Params, Path, errors, plural, require, storage, write_json
+from vit_jax.base import Params, Path, plural, require, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import TrainConfig, write_config
 from vit_jax.data import loading
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
-from vit_jax.evaluation.evaluator import Evaluator
+from vit_jax.evaluation.evaluator import Evaluator, summarize_evals
 from vit_jax.evaluation.features import make_feature_evaluator, make_feature_function
 from vit_jax.experiment import data_manifest, workdirs
 from vit_jax.experiment.build import Experiment, Update, build_experiment
-from vit_jax.experiment.reporter import Reporter, describe_run, make_console, summarize_evals
+from vit_jax.experiment.reporter import Reporter, describe_run, make_console
 from vit_jax.experiment.workdirs import Workdir
-from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped, fit
+from vit_jax.models import abstract_params
+from vit_jax.training import loop
+from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped
 from vit_jax.training.losses import StepMetrics
+from vit_jax.training.profiling import profile_steps
+from vit_jax.training.selection import Selection
 from vit_jax.training.update import TrainState
 
 
@@ -44,6 +46,7 @@ class Result(NamedTuple):
     evals: dict[str, dict[str, float]]  # newest metrics of each evaluation, by name
     fewshot: dict[str, Any] | None  # newest few-shot result, as in fewshot.json
     checkpoint: Path
+    selection: Selection | None  # the best evaluation, if `config.keep_best` is set
     folder: Path  # the work directory
     reporter: Reporter  # has the wall time of this start and of earlier starts
 
@@ -58,6 +61,8 @@ def train(
     profile: range = range(0),
 ) -> Result:
     """Trains until `config.total`, from the newest checkpoint in the work directory if any.
+
+    With `config.patience` the training may end earlier.
 
     Args:
       config: The experiment.
@@ -84,7 +89,7 @@ def train(
         opened = stack.enter_context(
             open_run(config, path, job, accept_changes=accept_changes, accept_data=accept_data)
         )
-        experiment, workdir, _ = opened
+        experiment, workdir, _, selection = opened
         console.print(describe_run(experiment))
         loader_of = experiment.evaluator.batches.make_loader
         for reader in (experiment.train_reader, *experiment.eval_readers.values()):
@@ -96,13 +101,13 @@ def train(
         stack.enter_context(contextlib.closing(checkpoints))
         state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
         steps = range(int(state.step), experiment.length.total_steps)
+        if selection and (saved := progress.get('selection')):
+            selection.resume(saved)
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
         )
         stack.enter_context(contextlib.closing(reporter))
-        run = TrainingRun(
-            opened, job=job, programs=programs, checkpoints=checkpoints, reporter=reporter
-        )
+        run = TrainingRun(opened, job, programs, checkpoints, reporter)
         return run.train(state, steps, profile if job.index == 0 else range(0))
 
 
@@ -112,6 +117,7 @@ class OpenedRun(NamedTuple):
     experiment: Experiment
     workdir: Workdir
     check_data: Callable[[float], None]  # waits up to this many seconds; raises if the data changed
+    selection: Selection | None  # of the best checkpoint, if `config.keep_best` is set
 
 
 @contextlib.contextmanager
@@ -127,6 +133,7 @@ def open_run(
         job.require_equal('this run', workdirs.collect_settings(config, path))
     dtype = job.broadcast_text('dtype', lambda: workdirs.read_dtype(path))
     experiment = build_experiment(config, dtype=dtype)
+    selection = make_selection(experiment)
     job.require_equal('the resolved experiment', experiment.resolved_choices)
     train, evals = experiment.train_reader, experiment.eval_readers
     values = experiment.export_config()
@@ -134,7 +141,35 @@ def open_run(
     with workdirs.open_workdir(path, values, job, accept_changes=accept_changes) as workdir:
         compared = data_manifest.compare_data(workdir, sources, job, accept=accept_data)
         with compared as check_data:
-            yield OpenedRun(experiment, workdir, check_data)
+            yield OpenedRun(experiment, workdir, check_data, selection)
+
+
+def find_eval_intervals(experiment: Experiment) -> dict[str, int]:
+    """Returns the interval of each evaluation in steps, by name."""
+    config, intervals = experiment.config, dict[str, int]()
+    for name, reader in experiment.eval_readers.items():
+        every = config.evaluations[name].every_steps or config.eval_every_steps
+        intervals[name] = experiment.length.eval_interval_steps(every, len(reader.source))
+    return intervals
+
+
+def make_selection(experiment: Experiment) -> Selection | None:
+    """Makes the selection of the best checkpoint by `config.keep_best`; None if it is not set.
+
+    Raises UserError for an unknown metric, or if `config.patience` cannot end the training.
+    """
+    config, readers = experiment.config, experiment.eval_readers
+    if (metric := config.keep_best) is None:
+        return None
+    params, reader = abstract_params(experiment.model.config), next(iter(readers.values()))
+    metrics = experiment.evaluator.list_metrics(params, reader)
+    known = [f'{name}/{each}' for name in readers for each in metrics]
+    require(metric in known, f'config.keep_best={metric!r}: expected one of {", ".join(known)}')
+    name, _, metric = metric.partition('/')
+    every, end = find_eval_intervals(experiment)[name], experiment.length.total_steps
+    wrong = f'config.patience={config.patience}: {name} is evaluated only at the end, step {end}'
+    require(every < end or config.patience is None, f'{wrong}; set --config.eval_every_steps')
+    return Selection(name, metric, readers[name].source.split, config.patience)
 
 
 class Programs(NamedTuple):
@@ -265,15 +300,15 @@ class TrainingRun:
 
     def train(self, state: TrainState, steps: range, profile: range) -> Result:
         """Trains, evaluates and saves in `steps`; profiles the steps in `profile`."""
-        experiment, workdir, check_data = self.opened
+        experiment, workdir, check_data, selection = self.opened
         self.reporter.record_event('training', steps.start)
         if self.job.index == 0:  # accepted changes of the configuration are now known to work
             workdir.check_held()
             write_config(workdir.folder / workdirs.CONFIG, experiment.export_config())
         self.job.save_on_signals()
         try:
-            self._resume_evaluations(state, steps)
-            state = self._fit(state, steps, profile)
+            if self._resume_evaluations(state, steps) > steps.start:
+                state = self._fit(state, steps, profile)
         except NotFiniteError as error:
             self._finish('diverged', None)
             last = self.checkpoints.latest_step
@@ -287,20 +322,26 @@ class TrainingRun:
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}; saved in {where}') from None
         check_data(5.0)  # seconds; the next start compares the rest
-        self._finish('complete', steps.stop)
+        if (step := int(state.step)) < steps.stop:
+            count = plural(experiment.config.patience or 0, 'evaluation')
+            reason = f'no better {experiment.config.keep_best} in {count}'
+            advice = 'to continue it, pass a larger --config.patience'
+            self.reporter.console.print(f'the run is complete at step {step}: {reason}; {advice}')
+        self._finish('complete', step)
         self.reporter.flush()
         return Result(
             experiment=experiment,
             state=state,
             evals=self.evals,
             fewshot=self.fewshot,
-            checkpoint=self.checkpoints.path(steps.stop),
+            checkpoint=self.checkpoints.path(step),
+            selection=selection,
             folder=workdir.folder,
             reporter=self.reporter,
         )
 
     def _fit(self, state: TrainState, steps: range, profile: range) -> TrainState:
-        experiment, workdir, _ = self.opened
+        experiment, workdir, *_ = self.opened
         config = experiment.config
         loader = experiment.evaluator.batches.make_loader(experiment.train_reader)
         batches = loading.training_batches(
@@ -308,41 +349,46 @@ class TrainingRun:
         )
         folder, console = workdir.folder / 'profile', self.reporter.console
         watched = profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
-        save = PeriodicAction(
-            experiment.length.interval_steps(config.checkpoint_every_steps), self.save
-        )
         with contextlib.closing(watched):
-            return fit(
+            return loop.fit(
                 self.programs.update,
                 state,
                 watched,
                 steps=steps,
                 on_metrics=self._on_metrics,
-                actions=[save, *self._evaluations()],
+                actions=self._actions(),
                 clock=self.reporter.clock,
                 max_skipped_steps=config.max_skipped_steps,
             )
 
-    def _evaluations(self) -> list[PeriodicAction]:
-        """Returns an observer of the training loop for each evaluation, with its interval."""
-        config, every = self.opened.experiment.config, self.opened.experiment.length.interval_steps
-        usual, evaluations = config.eval_every_steps, config.evaluations.items()
-        intervals = {name: one.every_steps or usual for name, one in evaluations}
-        if config.fewshot is not None:
-            intervals['fewshot'] = config.fewshot.every_steps
-        return [
-            PeriodicAction(every(interval), functools.partial(self.evaluate, name))
-            for name, interval in intervals.items()
-        ]
+    def _actions(self) -> list[PeriodicAction]:
+        """Returns the saving of checkpoints and the evaluations, with their intervals.
 
-    def _resume_evaluations(self, state: TrainState, steps: range) -> None:
+        The evaluation that selects comes first, so that a checkpoint contains what it selected.
+        """
+        experiment, selection = self.opened.experiment, self.opened.selection
+        config, steps_of = experiment.config, experiment.length.interval_steps
+
+        def evaluate_every(name: str, steps: int | None) -> PeriodicAction:
+            return PeriodicAction(steps, functools.partial(self.evaluate, name))
+
+        intervals = find_eval_intervals(experiment).items()
+        actions = {name: evaluate_every(name, steps) for name, steps in intervals}
+        if config.fewshot is not None:
+            actions['fewshot'] = evaluate_every('fewshot', steps_of(config.fewshot.every_steps))
+        first = [actions.pop(selection.evaluation)] if selection else []
+        save = PeriodicAction(steps_of(config.checkpoint_every_steps), self.save)
+        return [*first, save, *actions.values()]
+
+    def _resume_evaluations(self, state: TrainState, steps: range) -> int:
         """Runs the evaluations that are due at the first step of a resumed run.
 
         The previous start may have been killed during them. The reporter removed their metrics.
+        Returns the last step of the training (see `run_actions`).
         """
-        for observer in self._evaluations():
-            if steps.start > 0 and observer.is_due(steps.start, steps.stop):
-                observer.run(steps.start, state)
+        if steps.start == 0:
+            return steps.stop
+        return loop.run_actions(self._actions(), state, steps.start, steps.stop)
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.record_step(step, metrics):
@@ -357,7 +403,10 @@ class TrainingRun:
             self.reporter.flush()
             params, training = state.split()
             card, progress = self.opened.experiment.make_card(step), self.reporter.progress
-            self.checkpoints.save(step, params, training, card, progress)
+            if selection := self.opened.selection:
+                progress['selection'] = dataclasses.asdict(selection)
+            best = selection.step if selection else None
+            self.checkpoints.save(step, params, training, card, progress, best=best)
 
     def _finish(self, event: str, step: int | None) -> None:
         """Waits until the last checkpoint is written, then records the final event."""
@@ -367,8 +416,11 @@ class TrainingRun:
         self.job.reset_watchdog()
         self.reporter.record_event(event, step)
 
-    def evaluate(self, name: str, step: int, state: TrainState) -> None:
-        """Runs one evaluation over its whole split and records its metrics."""
+    def evaluate(self, name: str, step: int, state: TrainState) -> bool:
+        """Runs one evaluation over its whole split and records its metrics.
+
+        Saves a checkpoint if it is the best. Returns whether training ends (`config.patience`).
+        """
         with self.reporter.clock('evaluation'):
             self.reporter.record_event(f'evaluating {name}', step)
             if name == 'fewshot':
@@ -376,6 +428,12 @@ class TrainingRun:
             else:
                 numbers, text = self._evaluate_split(name, state)
         self.reporter.record_metrics(name, step, numbers, text)
+        if (selection := self.opened.selection) is None or name != selection.evaluation:
+            return False
+        is_best = selection.record(step, numbers[selection.metric])
+        if is_best or selection.is_exhausted:
+            self.save(step, state)
+        return selection.is_exhausted
 
     def _evaluate_split(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
         """Computes loss and metrics of a split. Returns them, and a summary."""
@@ -392,8 +450,8 @@ class TrainingRun:
 
     def _evaluate_few_shot(self, step: int, state: TrainState) -> tuple[dict[str, Any], str]:
         """Runs the few-shot evaluation and writes fewshot.json. Returns metrics and a summary."""
-        experiment, workdir, _ = self.opened
-        assert experiment.probes is not None  # `_evaluations` checks config.fewshot
+        experiment, workdir, *_ = self.opened
+        assert experiment.probes is not None  # `_actions` checks config.fewshot
         evaluator, params = self.programs.evaluators['fewshot'], state.eval_params
         features_of = make_feature_function(evaluator, params, watch=self.job.tick_each)
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
@@ -402,43 +460,3 @@ class TrainingRun:
             workdir.check_held()
             write_json(workdir.folder / workdirs.FEWSHOT, self.fewshot)
         return probing.name_accuracies(self.fewshot), probing.summarize(self.fewshot)
-
-
-def profile_steps(
-    batches: Iterator[Batch], steps: range, profile: range, folder: Path, console: Console
-) -> Generator[Batch, None, None]:
-    """Yields the batches of `steps`, and profiles the steps in `profile`."""
-    first = max(profile.start, steps.start)
-    yield from itertools.islice(batches, first - steps.start)
-    if first in profile:
-        with contextlib.ExitStack() as stack:
-            with _warn_of_errors(folder):
-                local = stack.enter_context(tempfile.TemporaryDirectory())
-                jax.profiler.start_trace(local, create_perfetto_trace=True)
-                stack.callback(_write_profile, local, folder, console)  # also if the run fails
-            yield from itertools.islice(batches, profile.stop - first)
-            jax.block_until_ready(jax.live_arrays())
-    yield from batches
-
-
-def _write_profile(local: str, folder: Path, console: Console) -> None:
-    """Stops the profiler and copies its files from a local folder; it cannot write to buckets.
-
-    The `xprof` plugin of TensorBoard shows them; ui.perfetto.dev shows perfetto_trace.json.gz.
-    """
-    with _warn_of_errors(folder):
-        jax.profiler.stop_trace()
-        for file in storage.resolve_folder(local).rglob('*.*'):  # folder names have no dots
-            path = folder / file.relative_to(local)
-            storage.make_folder(path.parent)
-            path.write_bytes(file.read_bytes())
-        console.print(f'profile in {folder}: view with tensorboard --logdir={folder} or Perfetto')
-
-
-@contextlib.contextmanager
-def _warn_of_errors(folder: Path) -> Iterator[None]:
-    """Turns errors of the profiler into warnings, so that they do not stop the training."""
-    try:
-        yield
-    except Exception as error:
-        logging.warning('%s: cannot write the profile: %s', folder, errors.format_error(error))

@@ -8,16 +8,15 @@ import datetime
 import hashlib
 import os
 import pathlib
-import platform
 import socket
 import uuid
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import IO, Any, NamedTuple
 
 from vit_jax.base import Path, UserError, records, storage, sync, usable
 from vit_jax.base.storage import try_lock as lock_file
 from vit_jax.checkpoints import digests
+from vit_jax.checkpoints.card import package_versions
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import TrainConfig, differing, read_config, write_config
 from vit_jax.distributed.processes import Job
@@ -25,7 +24,6 @@ from vit_jax.distributed.processes import Job
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
 EVENTS, LOCK, MANIFEST = 'events.jsonl', '.lock', 'data_manifest.json.gz'
 _PACKAGE = pathlib.Path(__file__).parent.parent
-_PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
 
 
 class Workdir(NamedTuple):
@@ -172,9 +170,3 @@ def describe_software() -> dict[str, Any]:
         if not file.is_relative_to(_PACKAGE / 'configs')  # compared as values of the configuration
     }
     return {'code': code, 'packages': package_versions()}
-
-
-def package_versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that affect results."""
-    versions = {name: metadata.version(name) for name in _PACKAGES}
-    return {'python': platform.python_version()} | versions

@@ -1,1 +1,1 @@
-"""Plans the runs of a study, reads their metrics, and tabulates the results."""
+"""Reads the files of runs, plans the runs of a study, and tabulates the results."""

@@ -23,7 +23,7 @@ class Grid(Record):
     changes: dict[str, Any] = default(dict)  # FIELD: new value, for all experiments of the grid
     axes: dict[str, dict[str, dict[str, Any]]] = default(dict)  # {AXIS: {VALUE: {FIELD: value}}}
     start_from: str | None = None  # name of an earlier grid; None: `start_from` of the base
-    best: str | None = None  # KIND/NAME: use the step with its highest value; None: the last step
+    best: str | None = None  # KIND/NAME: use the step with its best value; None: the last step
     measures: tuple[str, ...] = ('test/accuracy',)  # KIND/NAME as in metrics.jsonl, or `compute`
     published: dict[str, float] = default(dict)  # values joined by -: published first measure
     means: dict[str, tuple[str, ...]] = default(dict)  # NAME: values of the last axis to average

@@ -15,6 +15,7 @@ from vit_jax.config import FREE, TrainConfig, differing, write_config
 from vit_jax.experiment import reporter, workdirs
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
+from vit_jax.training.selection import lower_is_better
 
 
 class PlannedRun(NamedTuple):
@@ -99,6 +100,7 @@ def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
         if is_complete(folder, run):
             recorded = history.read_history(folder / run.name, run.name).config
             may_differ = {*FREE} - {'evals', 'eval_split', 'fewshot'}  # these change the measures
+            may_differ -= {'keep_best', 'patience'}  # these change the last step
             may_differ |= {'start_from'} if run.parent else set()
             may_differ |= {'compute.dtype'} if run.config.compute.dtype == 'auto' else set()
             changes = differing(recorded, records.to_dict(run.config), free=[*may_differ])
@@ -129,12 +131,13 @@ def _find_checkpoint(workdir: Path, best: str | None) -> Path:
         return workdir
     step, path = find_best_step(history.read_history(workdir, workdir.name), best), workdir / FOLDER
     if step not in digests.list_steps(path):
-        advice = 'set checkpoint_every_steps=eval_every_steps and a higher keep_checkpoints'
+        advice = f'set keep_best={best}'
         raise UserError(f'{workdir}: step {step} is best, but has no checkpoint; {advice}')
     return path / str(step)
 
 
 def find_best_step(run: history.History, best: str) -> int | None:
-    """Returns the step with the highest value of KIND/NAME; None if no step has a value."""
+    """Returns the step with the best value of KIND/NAME; None if no step has a value."""
     by_step = {step: x for step, x in run.numbers.get(best, {}).items() if x == x}  # without NaN
-    return max(by_step, key=by_step.__getitem__, default=None)
+    choose = min if lower_is_better(best) else max
+    return choose(by_step, key=by_step.__getitem__, default=None)

@@ -8,9 +8,11 @@ from vit_jax.base import UserError, plural, records
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 Interval = int | Literal['epoch']  # a number of steps, or once per epoch
 
-# Metrics are logged every 50 steps by default. Short training runs log more often: once per epoch,
-# or about 20 times if they have more than 20 epochs.
-_LOG_STEPS, _MAX_LOG_LINES = 50, 20
+# Defaults. Metrics are logged every 50 steps, and about 20 times in runs of less than 1,000 steps.
+# There are about 10 evaluations. There are fewer if these would evaluate more than a fifth as many
+# images as the run trains on: an image costs a third of the time of a training image.
+_LOG_STEPS, _LOG_LINES = 50, 20
+_EVALUATIONS, _EVALUATED_SHARE = 10, 0.2
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -69,8 +71,17 @@ class TrainLength(NamedTuple):
 
     def log_interval_steps(self, every: Interval | None) -> int:
         """Converts the logging interval to steps; None: a default that depends on the length."""
-        rarely = max(self.interval_steps('epoch') or 1, self.total_steps // _MAX_LOG_LINES)
-        return self.interval_steps(every) or min(_LOG_STEPS, rarely)
+        default = max(1, min(_LOG_STEPS, self.total_steps // _LOG_LINES))
+        return self.interval_steps(every) or default
+
+    def eval_interval_steps(self, every: Interval | None, num_images: int) -> int:
+        """Converts the interval of an evaluation of `num_images` images to steps.
+
+        None: a default that depends on the length and on the number of images.
+        """
+        affordable = _EVALUATED_SHARE * self.total_steps * self.batch_size / num_images
+        count = max(1, min(_EVALUATIONS, int(affordable)))
+        return self.interval_steps(every) or -(-self.total_steps // count)
 
     @property
     def epochs(self) -> float:

@@ -35,11 +35,26 @@ class PeriodicAction(NamedTuple):
     """An action on the state that runs every `steps` steps, and after the last step."""
 
     steps: int | None  # None: only after the last step
-    run: Callable[[int, TrainState], None]
+    run: Callable[[int, TrainState], bool | None]  # True ends the training
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Returns whether the action runs after this step."""
         return step == total_steps or (self.steps is not None and step % self.steps == 0)
+
+
+def run_actions(
+    actions: Sequence[PeriodicAction], state: TrainState, step: int, total_steps: int
+) -> int:
+    """Runs the actions that are due after a step, in order.
+
+    Returns:
+      The last step of the training: `step` if an action ends it, otherwise `total_steps`. The
+      actions after an action that ends it run as after the last step.
+    """
+    for action in actions:
+        if action.is_due(step, total_steps) and action.run(step, state):
+            total_steps = step
+    return total_steps
 
 
 class Clock:
@@ -94,7 +109,7 @@ def fit(
       steps: Numbers of the steps to run.
       on_metrics: Called with the number of updates so far and the metrics as floats, before any
         observer gets the state.
-      actions: Actions that evaluate or save the state.
+      actions: Actions that evaluate or save the state, or end the training.
       clock: Measures `step` and `data wait`.
       max_skipped_steps: Number of skipped updates in a row that end the training.
 
@@ -130,10 +145,10 @@ def fit(
                 state, metrics = update(state, batch)
                 read_pending()
                 pending = step + 1, metrics
-            for action in actions:
-                if action.is_due(step + 1, steps.stop):
-                    read_pending()
-                    action.run(step + 1, state)
+            if any(action.is_due(step + 1, steps.stop) for action in actions):
+                read_pending()
+                if run_actions(actions, state, step + 1, steps.stop) == step + 1:
+                    break
     except Interrupted:
         read_pending()
         raise TrainingStopped(state) from None

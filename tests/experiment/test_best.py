@@ -1,0 +1,79 @@
+"""The best checkpoint of a run is kept, and a run without a better one ends."""
+
+import os
+import re
+
+import chex
+import pytest
+
+from tests import tiny
+from tests.experiment.test_training_run import crash_at, without_speed
+from vit_jax.base.errors import UserError
+from vit_jax.config import EvalConfig
+from vit_jax.evaluation.probing import FewshotConfig
+from vit_jax.experiment import training_run
+from vit_jax.studies import history
+from vit_jax.training.duration import Duration
+from vit_jax.training.optimizer import ScheduleConfig
+
+
+def experiment(**changes):
+    """An accuracy that rises and falls: the rate is too high. Another evaluation is at the end."""
+    evals = {
+        'end': EvalConfig(split='test[50:66]', every_steps=1000),
+        'val': EvalConfig(split='test[:50]', every_steps=2),
+    }
+    schedule = ScheduleConfig(learning_rate=0.03, warmup=Duration(steps=2))
+    values = {'evals': evals, 'keep_best': 'val/accuracy', 'patience': 2, 'eval_split': 'test'}
+    values |= {'total': Duration(steps=60), 'schedule': schedule, 'ema_decay': 0.5}
+    values |= {'checkpoint_every_steps': 3, 'keep_checkpoints': 1}
+    return tiny.experiment(**(values | changes))
+
+
+def kept(result):
+    return sorted(map(int, os.listdir(result.folder / 'checkpoints')))
+
+
+@pytest.mark.full
+def test_a_run_without_improvement_is_complete_however_often_it_was_killed(tmp_path):
+    """It names its best step, stops again when it is repeated, and continues with more patience."""
+    whole = training_run.train(experiment(), str(tmp_path / 'whole'))
+    best, last = whole.selection.step, int(whole.state.step)
+    assert last == best + 4 < 60 and kept(whole) == [best, last]
+    values = history.read_history(whole.folder, '').numbers['val/accuracy']
+    assert values[best] == whole.selection.value == max(values.values())
+    assert 'end' in whole.evals
+    heartbeat, parts = 12, None  # more than those from one checkpoint to the next
+    while parts is None:
+        try:
+            parts = training_run.train(
+                experiment(), str(tmp_path / 'parts'), job=crash_at(heartbeat)
+            )
+        except RuntimeError:
+            heartbeat += 1
+    assert heartbeat > 13
+    for found in parts, training_run.train(experiment(), str(tmp_path / 'parts')):
+        chex.assert_trees_all_equal(found.state, whole.state)
+        assert without_speed(found.folder) == without_speed(whole.folder)
+        assert (kept(found), found.selection) == (kept(whole), whole.selection)
+        assert history.read_history(found.folder, '').event == 'complete'
+    patient = training_run.train(experiment(patience=4), str(tmp_path / 'patient'))
+    longer = training_run.train(experiment(patience=4), str(tmp_path / 'parts'))
+    chex.assert_trees_all_equal(longer.state, patient.state)
+    assert longer.selection == patient.selection and kept(longer) == kept(patient) != kept(whole)
+
+
+REJECTED = [
+    ({'keep_best': 'val/top1'}, 'end/top5_accuracy, val/accuracy, val/loss'),
+    ({'keep_best': 'fewshot/1_shot_accuracy', 'fewshot': FewshotConfig()}, 'val/accuracy'),
+    ({'keep_best': 'end/loss'}, '--config.eval_every_steps'),
+    ({'keep_best': None}, 'keep_best'),
+]
+
+
+@pytest.mark.parametrize('changes, name', REJECTED)
+def test_what_selects_nothing_is_rejected_before_compilation(tmp_path, monkeypatch, changes, name):
+    monkeypatch.delattr(training_run, 'compile_programs')
+    with pytest.raises(UserError, match=re.escape(name)):
+        training_run.train(experiment(**changes), str(tmp_path / 'run'))
+    assert not (tmp_path / 'run').exists()

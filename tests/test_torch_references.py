@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import vit_jax
@@ -17,6 +18,8 @@ from tests.networks import assert_same_arrays, changed, loaded
 from vit_jax.base import UserError
 from vit_jax.base.tree_names import map_named, named_leaves
 from vit_jax.models import build, variant
+from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
+from vit_jax.training.param_groups import make_param_groups
 
 REASON = 'the torch extra is not installed: pip install -e ".[torch]"'
 torch = pytest.importorskip('torch', reason=REASON)
@@ -177,3 +180,31 @@ def test_one_block_of_what_timm_publishes_computes_the_same(name, tmp_path):
     logits = network.model.apply(network.params, ours)
     # float32 rounding
     np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5 * max(1, abs(expected).max()))
+
+
+def test_lamb_is_timms_on_each_block_alone():
+    rng, decay = np.random.default_rng(0), 0.05
+
+    def draw():
+        shapes = {'encoder/block/kernel': (2, 4, 3), 'encoder/block/bias': (2, 3)}
+        return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+    params = draw()
+    config = OptimizerConfig(kind='lamb', weight_decay=decay, clip_norm=1.0)
+    groups = make_param_groups(config, params)
+    optimizer = make_optimizer(config, lambda step: jax.numpy.asarray(0.1), groups)
+    state = optimizer.init(params)
+    blocks = {name: [torch.tensor(block) for block in leaf] for name, leaf in params.items()}
+    decays = zip(blocks.values(), (decay, 0.0), strict=True)
+    parts = [{'params': tensors, 'weight_decay': amount} for tensors, amount in decays]
+    theirs = timm.optim.Lamb(parts, lr=0.1, max_grad_norm=1.0)
+    for _ in range(4):
+        gradient = draw()
+        for name, tensors in blocks.items():
+            for tensor, slope in zip(tensors, gradient[name], strict=True):
+                tensor.grad = torch.tensor(slope)
+        theirs.step()
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    for name, tensors in blocks.items():
+        np.testing.assert_allclose(params[name], torch.stack(tensors), atol=1e-6)

@@ -54,8 +54,8 @@ class EvalConfig(Record):
 class TrainConfig(Record):
     """An experiment: pre-training, fine-tuning, or few-shot evaluation.
 
-    `data`, `augmentation`, `loss` and `head` can be your own functions. config.json records their
-    names only.
+    `data`, `augmentation`, `loss`, `head` and `optimizer.kind` can be your own functions.
+    config.json records their names only.
     """
 
     # Data and model.

@@ -90,7 +90,7 @@ class OptimizerConfig(ParamGroupsConfig):
     kind: Kind | OptimizerFunction = 'adamw'  # named optimizer, or f(schedule) -> optax optimizer
     b1: float | None = None  # decay of the first moment (all except sgd); None: default
     b2: float | None = None  # decay of the second moment (all except sgd); None: default
-    epsilon: float | None = None  # added to the root of the second moment; None: default
+    epsilon: float | None = None  # added to the root of the second moment (not sgd, adafactor)
     momentum: float | None = None  # momentum (sgd, muon); None: default
     clip_norm: float | None = None  # maximum global norm of the gradient; None: no clipping
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of first moment or momentum

@@ -10,6 +10,7 @@ The parts run in this order:
 - files: B/16 from JPEG files (--photos=FOLDER; without it, from generated files)
 - cifar10: the ViT and the hybrid of configs/pretrain/cifar10_gpu.py (--cifar10=FOLDER), and the
   accuracies that they reach; complete only with --only=cifar10 --minutes=12
+- optimizers: B/16 and L/16 with Muon, next to AdamW
 - options: B/16 with options of XLA, one at a time
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
 
@@ -45,6 +46,7 @@ LIMITS = {
     'profile': 60,
     'files': 60,
     'cifar10': 100,
+    'optimizers': 100,
     'options': 100,
     'attention': 60,
 }

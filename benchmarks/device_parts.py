@@ -34,6 +34,7 @@ from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.loading import LoaderConfig, count_cores
 from vit_jax.models import Backbone, Compute, ModelConfig, ResNetConfig, ViTConfig, variant
 from vit_jax.models.attention import Implementation, attend, supports_cudnn
+from vit_jax.training.optimizer import OptimizerConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 CLASSES = 1000
@@ -371,6 +372,24 @@ def read_evaluations(folder: str) -> list[dict[str, Any]]:
         return []
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith('\n')]
     return [values for values in map(json.loads, lines) if values['kind'] == 'test']
+
+
+def part_optimizers(options: dict[str, Any]) -> None:
+    """Compares the step with Muon to the step with AdamW."""
+    models = {'B/16': 256, 'L/16': 128}
+    programs = {name: (variant(name, pool='gap'), batch) for name, batch in models.items()}
+    if on_cpu():
+        programs = {'tiny': (TINY, 8)}
+    for name, (model, batch) in programs.items():
+        base = None
+        for kind in 'adamw', 'muon':
+            optimizer = OptimizerConfig(kind=kind, weight_decay=0.1, clip_norm=1.0)
+            config = dataclasses.replace(make_config(model, batch), optimizer=optimizer)
+            numbers = measure(trace_step(config, num_classes=CLASSES))
+            base = base or numbers['step_ms']
+            ratio = numbers['step_ms'] / base
+            text = f'{name:<5}{kind:<6}{ratio:6.3f} {describe(numbers)}'
+            emit(text, model=name, batch=batch, name=kind, ratio=ratio, **numbers)
 
 
 def part_options(options: dict[str, Any]) -> None:

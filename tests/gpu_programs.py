@@ -86,6 +86,7 @@ PROGRAMS = {
         vit(width=48, num_heads=4, pool='map', positions='relative'), Compute(dtype='float32')
     ),
     'vit, remat=dots, masked patches': Program(VIT, Compute(remat='dots'), changes=MASKED),
+    'vit, muon': Program(VIT, changes={'optimizer': OptimizerConfig(kind='muon')}),
     'vit, features': Program(VIT, step='features'),
     'hybrid': Program(HYBRID),
     'hybrid, odd, float32': Program(odd(HYBRID), Compute(dtype='float32')),
@@ -111,15 +112,15 @@ def lowered_update(program: Program, devices):
 
 def prepared(program: Program, devices):
     """The experiment of a program on these devices, and its abstract state."""
+    optimizer = OptimizerConfig(weight_decay=0.1, clip_norm=1.0)
     config = TrainConfig(
         data='digits',
         model=program.model,
         total=Duration(steps=100),
         batch_size=32,
-        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0),
         compute=program.compute,
         fewshot=FewshotConfig(),
-        **program.changes,
+        **({'optimizer': optimizer} | program.changes),
     )
     config = memory_plan.with_dummy_data(config, num_classes=10, num_images=1000)
     experiment = build_experiment(config, devices=devices)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import vit_jax
@@ -17,6 +18,8 @@ from tests.networks import assert_same_arrays, changed, loaded
 from vit_jax.base import UserError
 from vit_jax.base.tree_names import map_named, named_leaves
 from vit_jax.models import build, variant
+from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
+from vit_jax.training.param_groups import make_param_groups
 
 REASON = 'the torch extra is not installed: pip install -e ".[torch]"'
 torch = pytest.importorskip('torch', reason=REASON)
@@ -177,3 +180,28 @@ def test_one_block_of_what_timm_publishes_computes_the_same(name, tmp_path):
     logits = network.model.apply(network.params, ours)
     # float32 rounding
     np.testing.assert_allclose(logits, expected, rtol=0, atol=5e-5 * max(1, abs(expected).max()))
+
+
+def test_lamb_is_timms_on_each_block_alone():
+    from timm.optim import Lamb
+
+    rng, shapes = np.random.default_rng(0), {'kernel': (2, 4, 3), 'bias': (2, 3)}
+    draws = [{f'encoder/block/{n}': rng.normal(size=s) for n, s in shapes.items()} for _ in '12345']
+    params, *gradients = jax.tree.map(np.float32, draws)
+    config = OptimizerConfig(kind='lamb', weight_decay=0.05, clip_norm=1.0)
+    groups = make_param_groups(config, params)
+    optimizer = make_optimizer(config, lambda step: jax.numpy.asarray(0.01), groups)
+    state, blocks = optimizer.init(params), jax.tree.map(lambda x: [*map(torch.tensor, x)], params)
+    decays = {name: 0.05 * name.endswith('kernel') for name in blocks}
+    parts = [{'params': blocks[name], 'weight_decay': decays[name]} for name in blocks]
+    theirs = Lamb(parts, lr=0.01, max_grad_norm=1.0)
+    for gradient in gradients:
+        for name, tensors in blocks.items():
+            for tensor, slope in zip(tensors, gradient[name], strict=True):
+                tensor.grad = torch.tensor(slope)
+        theirs.step()
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    for name, tensors in blocks.items():
+        # Adam's bias correction 1 - b2 has a relative error of 1e-5 in float32.
+        np.testing.assert_allclose(params[name], torch.stack(tensors), atol=1e-6)

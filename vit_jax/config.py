@@ -55,8 +55,8 @@ class EvalConfig(Record):
 class TrainConfig(Record):
     """An experiment: pre-training, fine-tuning, or few-shot evaluation.
 
-    `data`, `augmentation`, `loss`, `head` and `writers` can be your own functions. config.json
-    records their names only.
+    `data`, `augmentation`, `loss`, `head`, `optimizer.kind` and `writers` can be your own
+    functions. config.json records their names only.
     """
 
     # Data and model.

@@ -19,11 +19,12 @@ import jax
 from vit_jax.cli import app
 from vit_jax.distributed import meshes
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import count_params
+from vit_jax.models import abstract_params, count_multiply_adds, count_params
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.planning.ahead_of_time import GIB, DoesNotFitError
 from vit_jax.planning.memory_plan import StepMemory
 from vit_jax.training.duration import Duration
+from vit_jax.training.optimizer import count_update_operations
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -41,6 +42,10 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'mesh        {meshes.format_mesh(mesh)}')
     print(f'model       {count_params(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')
+    if update := count_update_operations(config.optimizer, abstract_params(model), mesh):
+        share = update / (6 * count_multiply_adds(model) * batch_size / count)
+        print(f'optimizer   muon: {update / 1e12:.3g} TFLOP per step on each device, ', end='')
+        print(f"{share:.1%} of the model's")
     parts = mesh.shape['data'] * mesh.shape['fsdp']
     print(f'batch       {batch_size:,} images, {batch_size // parts} per device', flush=True)
     assert compute.remat != 'auto'

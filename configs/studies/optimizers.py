@@ -1,10 +1,13 @@
-"""Compares Adam and SGD for fine-tuning ResNets.
+"""Compares Adam and SGD for fine-tuning ResNets, or AdamW and Muon for training a ViT (`muon`).
 
 Paper: "An Image is Worth 16x16 Words", appendix D.1, table 7: ResNets that were pre-trained with
 Adam on JFT-300M are fine-tuned with both optimizers; Adam is better on most tasks. JFT is not
-public: `full` refers to it by name.
+public: `full` refers to it by name. Muon is from "Muon is Scalable for LLM Training"
+(arXiv:2502.16982). `muon` measures on a tenth of the training images, so that no learning rate is
+chosen on test images.
 Result: not run here yet; PUBLISHED below is table 7.
 Cost: `small` has 3 training runs of 4 minutes on one CPU core, and 6 fine-tunings of 2 minutes.
+`muon` has 24 training runs of 2 minutes.
 Command: python -m vit_jax.study --config=configs/studies/optimizers.py:small \
              --config.base.data=DATA --workdir=DIR
 """
@@ -12,10 +15,12 @@ Command: python -m vit_jax.study --config=configs/studies/optimizers.py:small \
 import dataclasses
 from typing import Any
 
+from vit_jax.config import EvalConfig
 from vit_jax.configs.pretrain import vit
 from vit_jax.configs.studies import base
 from vit_jax.studies.config import Grid, PlotConfig, Study
-from vit_jax.training.optimizer import OptimizerConfig
+from vit_jax.training.duration import Duration
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 # Accuracies in percent, in the order of base.TASKS.
 PUBLISHED = {
@@ -36,11 +41,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     },
     'sgd': {},
 }
-ARGUMENTS = 'small', 'full'
+RATES = {'adamw': (0.0003, 0.001, 0.003, 0.006), 'muon': (0.003, 0.006, 0.012, 0.024)}
+ARGUMENTS = 'small', 'full', 'muon'
 
 
 def get_config(size: str = 'small') -> Study:
-    """Returns a study of ResNets that are fine-tuned on each task with both optimizers."""
+    """Returns a study of ResNets that are fine-tuned with both optimizers, or a study of Muon."""
+    if size == 'muon':
+        return _compare_muon()
     config = base.get_config(size)
     if size == 'small':
         models: dict[str, Any] = {'resnet': {'model': base.SMALL['resnet']}}
@@ -66,4 +74,31 @@ def get_config(size: str = 'small') -> Study:
         },
         seeds=(0, 1, 2),
         draw=PlotConfig(x='optimizer'),
+    )
+
+
+def _compare_muon() -> Study:
+    """Returns a study of the small ViT with AdamW and Muon at four learning rates each."""
+    config = dataclasses.replace(
+        base.get_config('small'),
+        train_split='train[:90%]',
+        evals={'validation': EvalConfig(split='train[90%:]')},
+        total=Duration(steps=1200),
+        schedule=ScheduleConfig(warmup=Duration(steps=120)),
+    )
+    measure = 'validation/accuracy'
+    grids = {
+        kind: Grid(
+            changes={'optimizer.kind': kind},
+            axes={'rate': {str(rate): {'schedule.learning_rate': rate} for rate in rates}},
+            measures=(measure,),
+        )
+        for kind, rates in RATES.items()
+    }
+    return Study(
+        title='AdamW and Muon',
+        base=config,
+        grids=grids,
+        seeds=(0, 1, 2),
+        draw=PlotConfig(x='rate', y=measure, logarithmic=True),
     )

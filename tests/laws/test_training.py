@@ -13,12 +13,12 @@ REQUEUE, INTERRUPTED = 75, 130  # exit codes: "start the same command again", an
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-    """An uninterrupted training on one device."""
-    workdir = tmp_path_factory.mktemp('laws') / 'whole'
-    train(workdir)
-    return workdir
+@pytest.fixture(scope='module', params=['adamw', 'muon'])
+def whole(request, tmp_path_factory):
+    """An uninterrupted training on one device, and its values."""
+    workdir, values = tmp_path_factory.mktemp('laws') / 'whole', {'optimizer.kind': request.param}
+    train(workdir, values=values)
+    return workdir, values
 
 
 def assert_equal_runs(workdir, expected):
@@ -27,16 +27,17 @@ def assert_equal_runs(workdir, expected):
     assert metrics(workdir) == metrics(expected)
 
 
-def interrupt(workdir, number, step, processes=1):
+def interrupt(workdir, number, step, processes=1, values=None):
     """Sends a signal to the last process at a step; returns the exit codes."""
-    with training(workdir, processes=processes, flags=['--heartbeat_seconds=10']) as started:
+    how = {'processes': processes, 'values': values, 'flags': ['--heartbeat_seconds=10']}
+    with training(workdir, **how) as started:
         wait_for_step(workdir, step, started[0])
         started[-1].signal(number)
         return [process.wait() for process in started]
 
 
 def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, tmp_path):
-    workdir = tmp_path / 'run'
+    workdir, (expected, values) = tmp_path / 'run', whole
     for number, step, code in [
         (signal.SIGKILL, 2, -9),
         (signal.SIGTERM, 30, REQUEUE),
@@ -44,9 +45,9 @@ def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, tmp_pat
         (signal.SIGINT, 70, INTERRUPTED),
         (signal.SIGHUP, 90, REQUEUE),
     ]:
-        assert interrupt(workdir, number, step) == [code]
-    train(workdir)
-    assert_equal_runs(workdir, whole)
+        assert interrupt(workdir, number, step, values=values) == [code]
+    train(workdir, values=values)
+    assert_equal_runs(workdir, expected)
 
 
 def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
@@ -63,9 +64,10 @@ def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
     [(1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})],
 )
 def test_losses_do_not_depend_on_devices_and_processes(processes, devices, mesh, whole, tmp_path):
-    values = {f'mesh.{name}': value for name, value in mesh.items()}
+    reference, kind = whole
+    values = kind | {f'mesh.{name}': value for name, value in mesh.items()}
     train(tmp_path / 'run', processes=processes, devices=devices, values=values)
-    found, expected = losses(tmp_path / 'run'), losses(whole)
+    found, expected = losses(tmp_path / 'run'), losses(reference)
     assert found.keys() == expected.keys()
     # Sums over devices are taken in another order: rounding, which grows from step to step.
     for until, rtol in (20, 1e-6), (120, 1e-4):

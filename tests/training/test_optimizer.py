@@ -6,11 +6,13 @@ import optax
 import pytest
 
 from vit_jax.base.errors import UserError
+from vit_jax.base.tree_names import named_leaves
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.optimizer import (
     OPTIONS,
     OptimizerConfig,
     ScheduleConfig,
+    check_average,
     count_moments,
     make_optimizer,
     make_schedule,
@@ -18,6 +20,7 @@ from vit_jax.training.optimizer import (
 from vit_jax.training.param_groups import make_param_groups
 
 PARAMS = {'dense': {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}, 'cls': jnp.ones(2)}
+PARAMS |= {'encoder': {'block': {'kernel': jnp.ones((3, 2, 2))}}}
 GRADIENT = jax.tree.map(lambda p: 3.0 * p, PARAMS)
 
 
@@ -85,22 +88,26 @@ def test_weight_decay_is_decoupled_and_on_kernels_only():
 
 @pytest.mark.parametrize('kind', OPTIONS)
 def test_only_the_first_moment_is_kept_in_bfloat16_when_asked(kind):
-    _, state = updated(OptimizerConfig(kind=kind, moment_dtype='bfloat16'))
+    config = OptimizerConfig(kind=kind, weight_decay=0.1, moment_dtype='bfloat16')
+    _, state = updated(config)
     dtypes = [leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim]
-    assert dtypes.count('bfloat16') == 3
-    others = 3 * (count_moments(OptimizerConfig(kind=kind)) - 1)
+    assert dtypes.count('bfloat16') == 4
+    others = 4 if kind == 'muon' else 4 * (count_moments(config) - 1)  # muon: its coefficients too
     assert kind == 'adafactor' or dtypes.count('float32') == others
 
 
 @pytest.mark.parametrize('kind', OPTIONS)
 def test_each_option_of_an_optimizer_matters_and_its_default_is_in_the_table(kind):
     def bits(**given):
-        return updated(OptimizerConfig(kind=kind, **given), steps=3, growth=3.0)[0]
+        config = OptimizerConfig(kind=kind, weight_decay=0.1, **given)
+        return updated(config, steps=3, growth=3.0)[0]
 
     default = bits()
     for name, value in OPTIONS[kind].items():
         chex.assert_trees_all_equal(bits(**{name: value}), default)
-        assert not np.array_equal(bits(**{name: 0.5})['cls'], default['cls']), name
+        changed = bits(**{name: 0.5})
+        leaf = 'encoder/block/kernel' if (kind, name) == ('muon', 'momentum') else 'cls'
+        assert not np.array_equal(named_leaves(changed)[leaf], named_leaves(default)[leaf]), name
 
 
 @pytest.mark.parametrize(
@@ -109,6 +116,18 @@ def test_each_option_of_an_optimizer_matters_and_its_default_is_in_the_table(kin
         (OptimizerConfig, {'momentum': 0.9}, 'momentum=0.9: kind=adamw'),
         (OptimizerConfig, {'kind': 'sgd', 'b2': 0.9}, 'b2=0.9: kind=sgd'),
         (OptimizerConfig, {'clip_norm': -1.0}, 'clip_norm=-1.0'),
+        (OptimizerConfig, {'kind': 'lamb', 'momentum': 0.9}, 'momentum=0.9: kind=lamb'),
+        (OptimizerConfig, {'kind': optax.lion, 'b1': 0.9}, 'b1=0.9: kind=optax'),
+        (
+            OptimizerConfig,
+            {'kind': optax.lion, 'weight_decay': 0.1},
+            'weight_decay=0.1: kind=optax',
+        ),
+        (
+            OptimizerConfig,
+            {'kind': optax.lion, 'moment_dtype': 'bfloat16'},
+            'moment_dtype=bfloat16',
+        ),
         (ScheduleConfig, {'linear_end': 0.0}, 'linear_end=0.0: kind=cosine'),
         (ScheduleConfig, {'rsqrt_timescale': Duration(steps=5)}, 'rsqrt_timescale: kind=cosine'),
         (ScheduleConfig, {'learning_rate': float('inf')}, 'learning_rate=inf'),
@@ -117,6 +136,35 @@ def test_each_option_of_an_optimizer_matters_and_its_default_is_in_the_table(kin
 def test_an_option_without_effect_or_sense_is_rejected(config, values, name):
     with pytest.raises(UserError, match=name):
         config(**values)
+
+
+def test_a_function_is_the_optimizer_within_clipping_frozen_parameters_and_factors():
+    changes = {'clip_norm': 1.0, 'lr_multipliers': (('dense/.*', 0.5),), 'frozen': ('cls',)}
+    found, state = updated(OptimizerConfig(kind=optax.sgd, **changes))
+    step = 0.5 / np.sqrt(sum(param.size for param in jax.tree.leaves(PARAMS)))  # rate, gradient
+    np.testing.assert_allclose(found['encoder']['block']['kernel'], 1 - step, rtol=1e-6)
+    np.testing.assert_allclose(found['dense']['kernel'], 1 - step / 2, rtol=1e-6)
+    np.testing.assert_array_equal(found['cls'], PARAMS['cls'])
+    assert count_moments(OptimizerConfig(kind=optax.lion)) == 1
+
+
+@pytest.mark.parametrize(
+    'config, with_ema',
+    [
+        ({'kind': 'muon', 'frozen': ('encoder/.*',)}, False),
+        ({'kind': 'lamb'}, False),
+        ({'kind': lambda schedule: None}, False),
+        ({'kind': optax.contrib.schedule_free_sgd}, True),
+        ({'kind': optax.contrib.schedule_free_sgd, 'frozen': ('cls',)}, False),
+        ({'kind': optax.contrib.schedule_free_sgd, 'lr_multipliers': (('cls', 0.1),)}, False),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_rejected(config, with_ema):
+    config = OptimizerConfig(**config)
+    groups = make_param_groups(config, PARAMS)
+    with pytest.raises(UserError, match='optimizer.kind'):
+        optimizer = make_optimizer(config, lambda step: jnp.asarray(1.0), groups)
+        check_average(optimizer, groups, PARAMS, with_ema=with_ema)
 
 
 def adafactor(gradients, *, b2=0.999, momentum=0.9, factored=True):

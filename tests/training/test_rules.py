@@ -10,7 +10,7 @@ from tests import tiny
 from tests.networks import RESNET
 from vit_jax.base import tree_names
 from vit_jax.models import build
-from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
+from vit_jax.training.optimizer import OPTIONS, OptimizerConfig, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 
 MODEL = build(tiny.model(depth=3))
@@ -76,7 +76,7 @@ def test_learning_rates_are_multiplied_by_name():
     np.testing.assert_allclose(found['cls'], -1, rtol=1e-5)
 
 
-@pytest.mark.parametrize('kind', ['adamw', 'sgd', 'adafactor'])
+@pytest.mark.parametrize('kind', OPTIONS)
 def test_what_is_frozen_does_not_move_by_a_bit_nor_has_moments(kind):
     options = {'kind': kind, 'weight_decay': 0.1, 'momentum': 0.9 if kind == 'sgd' else None}
     found = moved(3, frozen=('pos_embedding', 'embedding/.*'), **options)
@@ -96,8 +96,9 @@ def test_the_head_alone_learns():
     assert ' 170 ' in rules(trained_blocks=0).report[0]
 
 
-def test_the_last_blocks_learn_with_all_that_follows():
-    found = moved(2, trained_blocks=1, kind='adamw', weight_decay=0.1)
+@pytest.mark.parametrize('kind', ['adamw', 'muon', 'lamb'])
+def test_the_last_blocks_learn_with_all_that_follows(kind):
+    found = moved(2, trained_blocks=1, kind=kind, weight_decay=0.1)
     for name, change in found.items():
         if name.startswith('encoder/block/'):
             assert not change[:2].any() and change[2].all(), name

@@ -15,6 +15,7 @@ from vit_jax.training.update import (
     DROP,
     TrainState,
     key_for,
+    make_init,
     make_loss_sums,
     make_update,
 )
@@ -160,3 +161,18 @@ def test_a_skipped_step_has_its_place_in_the_schedule():
         state, metrics = update(state, batch)
     np.testing.assert_allclose(before - state.params['w'], metrics.scalars['learning_rate'])
     assert metrics.scalars['learning_rate'] == 3
+
+
+def test_the_average_of_a_schedule_free_optimizer_is_evaluated():
+    """At a constant rate it is the mean of the iterates of SGD, from the given parameters on."""
+    optimizer = optax.chain(optax.identity(), optax.contrib.schedule_free_sgd(0.1))
+    init = make_init(lambda key: {'w': jnp.zeros(3)}, optimizer, seed=0, with_ema=False)
+    state = jax.jit(init)({'w': jnp.ones(3)})
+    update = jax.jit(make_update(linear_sums, optimizer, lambda step: jnp.asarray(0.1)))
+    for x in 1.0, 1.0, jnp.nan, 1.0:
+        state, metrics = update(state, {'x': jnp.full(3, x), 'mask': jnp.ones(3, bool)})
+    gradient = float(metrics.scalars['gradient_norm']) / np.sqrt(3)
+    np.testing.assert_allclose(state.eval_params['w'], 1 - 0.1 * gradient * 2, rtol=1e-6)
+    assert not np.allclose(state.params['w'], state.eval_params['w'])
+    params, rest = state.split()
+    chex.assert_trees_all_equal(TrainState.join(params, rest), state)

@@ -48,7 +48,7 @@ from vit_jax.training.losses import (
     with_scaled_targets,
 )
 from vit_jax.training.masked_patches import configure_for_patches, make_patch_loss_sums
-from vit_jax.training.optimizer import count_moments, make_optimizer, make_schedule
+from vit_jax.training.optimizer import check_average, count_moments, make_optimizer, make_schedule
 from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.update import TrainState
 
@@ -59,7 +59,7 @@ LossSumsFn = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
 class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
-    init() -> initial TrainState
+    init(params=None) -> initial TrainState, with random parameters or the given ones
     update(state, batch) -> (state after one step, metrics)
     evaluator.evaluate(params, eval_readers[name]) -> metrics of an evaluation
     """
@@ -74,7 +74,7 @@ class Experiment(NamedTuple):
     train_reader: ImageReader
     eval_readers: dict[str, ImageReader]
     probes: Probes | None  # data sets of the few-shot evaluation
-    init: Callable[[], TrainState]
+    init: Callable[..., TrainState]
     update: Update
     evaluator: Evaluator
     param_group_report: list[str]  # the parameters that each param group matched, in lines
@@ -347,15 +347,17 @@ def _make_loss_sums(
 
 def _make_training(
     config: TrainConfig, model: Model, loss_sums: LossSumsFn, length: TrainLength, train: Source
-) -> tuple[Callable[[], TrainState], Update, list[str]]:
+) -> tuple[Callable[..., TrainState], Update, list[str]]:
     """Returns `init`, `update` and the report of the param groups.
 
     Raises UserError if the optimizer's options do not fit the model or the length.
     """
     schedule = make_schedule(config.schedule, length)
-    groups = make_param_groups(config.optimizer, abstract_params(model.config))
+    params = abstract_params(model.config)
+    groups = make_param_groups(config.optimizer, params)
     optimizer = make_optimizer(config.optimizer, schedule, groups)
     with_ema = config.ema_decay is not None
+    check_average(optimizer, groups, params, with_ema=with_ema)
     init = updates.make_init(model.init, optimizer, seed=config.seed, with_ema=with_ema)
     targets = functools.partial(make_targets, num_classes=len(train.class_names))
     update = updates.make_update(

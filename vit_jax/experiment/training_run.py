@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import psutil
 from rich.console import Console
 
@@ -276,14 +275,12 @@ def restore_or_init(
             console.print(f'the run is complete; {advice}')
         return TrainState.join(params, training), progress
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
-    state, start = init(), experiment.start_from
-    if start is not None:
-        params, report = experiment.transfer_params(start, state.params)
-        console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
-        params = meshes.put(params, shardings.params)
-        average = None if state.ema_params is None else jax.tree.map(jnp.copy, params)
-        state = state._replace(params=params, ema_params=average)
-    return state, {}
+    start = experiment.start_from
+    if start is None:
+        return init(), {}
+    params, report = experiment.transfer_params(start, init().params)
+    console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
+    return init(meshes.put(params, shardings.params)), {}
 
 
 @dataclasses.dataclass

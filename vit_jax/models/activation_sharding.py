@@ -20,7 +20,7 @@ def keep_sharded(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
 
     Otherwise XLA may gather the batch rather than the parameters, and run out of memory.
     """
-    mesh = _mesh()
+    mesh = mesh_in_context()
     # A batch that cannot be split, such as the single image of `init`, is not constrained.
     if mesh is None or _split_over(mesh, _BATCH, x.shape[0]) is None:
         return x
@@ -30,14 +30,14 @@ def keep_sharded(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
 def is_sharding_known() -> bool:
     """Returns whether the sharding of arrays is known: one device, or a mesh in context."""
     is_alone = jax.device_count() == 1 and jax.sharding.get_abstract_mesh().empty
-    return is_alone or _mesh() is not None
+    return is_alone or mesh_in_context() is not None
 
 
 def map_shards(
     function: Callable[..., Array], *arrays: Float[Array, '...']
 ) -> Float[Array, 'b q h k']:
     """Applies a function to arrays (b n h k); each device computes its own examples and heads."""
-    mesh = _mesh()
+    mesh = mesh_in_context()
     if mesh is None:
         return function(*arrays)
     batch, _, heads, _ = arrays[0].shape
@@ -47,7 +47,7 @@ def map_shards(
     return sharded(*arrays)
 
 
-def _mesh() -> AbstractMesh | None:
+def mesh_in_context() -> AbstractMesh | None:
     """Returns the context's mesh if it has axes data, fsdp, tensor, and all its axes are Auto.
 
     The sharding of arrays over axes of another type cannot be constrained.

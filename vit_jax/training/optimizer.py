@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, Literal, assert_never
 
@@ -11,12 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
-from vit_jax.base import Array, Float, Int, plural, records, tree_names
+from vit_jax.base import Array, Float, Int, Params, plural, records, tree_names
+from vit_jax.models.activation_sharding import mesh_in_context
 from vit_jax.training.duration import Duration, TrainLength
-from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig
+from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig, make_param_groups
 
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
+OptimizerFunction = Callable[[Schedule], optax.GradientTransformation]
+Kind = Literal['adamw', 'sgd', 'adafactor', 'muon', 'lamb']
 Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
 # Options of each optimizer with their defaults.
 OPTIONS: dict[str, dict[str, float]] = {
@@ -24,8 +29,13 @@ OPTIONS: dict[str, dict[str, float]] = {
     'sgd': {'momentum': 0.9},
     'adafactor': {'b1': 0.9, 'b2': 0.999},  # b1: momentum; b2: largest decay of the second moment
     'muon': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-8, 'momentum': 0.95},  # momentum: of matrices
+    'lamb': {'b1': 0.9, 'b2': 0.999, 'epsilon': 1e-6},
 }
+# Options of all named kinds. They do not apply to an optimizer that is a function.
+_OF_ALL_KINDS = 'weight_decay', 'head_weight_decay', 'decay_pattern', 'moment_dtype'
+_MATRIX = f'{BLOCKS}.*kernel'  # parameters that Muon orthogonalizes
 _LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
+_ITERATIONS = 5  # Newton-Schulz iterations of Muon
 
 
 def _steps(count: int) -> Any:
@@ -34,7 +44,8 @@ def _steps(count: int) -> Any:
 
 def _require_kind(config: Any, kinds: list[str], option: str) -> None:
     """Raises UserError unless this kind of schedule or optimizer has the option."""
-    wrong = f'kind={config.kind} does not have this option; expected kind={" or ".join(kinds)}'
+    kind = records.text_of(config.kind)
+    wrong = f'kind={kind} does not have this option; expected kind={" or ".join(kinds)}'
     records.require(config.kind in kinds, f'{option}: {wrong}')
 
 
@@ -64,19 +75,23 @@ class ScheduleConfig(records.Record):
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig(ParamGroupsConfig):
-    """Optimizer: AdamW, SGD with momentum, Adafactor as in Scaling Vision Transformers, or Muon.
+    """Optimizer: AdamW, SGD with momentum, Adafactor as in ViT-g, Muon, LAMB, or your own function.
 
     Muon applies to the kernels of blocks, and AdamW to all other parameters. Both have the learning
-    rates and weight decays of AdamW. The default values are b1=0.9, b2=0.999, epsilon=1e-8 and
-    momentum=0.9 (muon: 0.95).
+    rates and weight decays of AdamW. LAMB scales the update of each parameter that has weight decay
+    by its trust ratio, one per block. The default values are b1=0.9, b2=0.999, epsilon=1e-8 (lamb:
+    1e-6) and momentum=0.9 (muon: 0.95).
+
+    A function f(schedule) returns an optax optimizer, which replaces moments, weight decay and
+    learning rate. `clip_norm`, frozen parameters and learning rate factors still apply.
     """
 
     # Fields of param groups are inherited, so that flags are short, such as optimizer.weight_decay.
-    kind: Literal['adamw', 'sgd', 'adafactor', 'muon'] = 'adamw'  # adafactor: as in ViT-g
-    b1: float | None = None  # decay of the first moment (adamw, adafactor); None: default
-    b2: float | None = None  # decay of the second moment (adamw, adafactor); None: default
-    epsilon: float | None = None  # added to the root of the second moment (adamw); None: default
-    momentum: float | None = None  # momentum (sgd); None: default
+    kind: Kind | OptimizerFunction = 'adamw'  # named optimizer, or f(schedule) -> optax optimizer
+    b1: float | None = None  # decay of the first moment (all except sgd); None: default
+    b2: float | None = None  # decay of the second moment (all except sgd); None: default
+    epsilon: float | None = None  # added to the root of the second moment (not sgd, adafactor)
+    momentum: float | None = None  # momentum (sgd, muon); None: default
     clip_norm: float | None = None  # maximum global norm of the gradient; None: no clipping
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of first moment or momentum
 
@@ -84,9 +99,9 @@ class OptimizerConfig(ParamGroupsConfig):
         super().check()
         records.require_between(self, 'b1', 'b2', 'momentum', low=0, below=1)
         records.require_between(self, 'epsilon', 'clip_norm', above=0)
-        for name in ('b1', 'b2', 'epsilon', 'momentum'):
-            if (value := getattr(self, name)) is not None:
-                kinds = [kind for kind, options in OPTIONS.items() if name in options]
+        for name in ('b1', 'b2', 'epsilon', 'momentum', *_OF_ALL_KINDS):
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                kinds = [k for k, options in OPTIONS.items() if name in (*options, *_OF_ALL_KINDS)]
                 _require_kind(self, kinds, f'{name}={value}')
 
 
@@ -141,46 +156,66 @@ def make_optimizer(
     Their gradients must be zero, so that `clip_norm` ignores them (see
     `ParamGroups.stop_frozen_gradients`).
     """
+    trained = [name for name, one in tree_names.named_leaves(groups.trainable).items() if one]
+    has_matrix = any(re.fullmatch(_MATRIX, name) for name in trained)
+    wrong = 'optimizer.kind=muon: trains kernels of blocks, and no such kernel is trained; '
+    wrong += 'expected a ViT or a hybrid whose blocks are trained; otherwise use kind=adamw'
+    records.require(config.kind != 'muon' or has_matrix, wrong)
+    wrong = 'optimizer.kind=lamb: scales parameters with weight decay; expected weight_decay > 0'
+    records.require(config.kind != 'lamb' or bool(groups.weight_decays), wrong)
     chain = []
     if config.clip_norm is not None:
         chain.append(optax.clip_by_global_norm(config.clip_norm))
-    moments, trains_all = _scale_by_moments(config), all(jax.tree.leaves(groups.trainable))
+    moments, trains_all = _make_core(config, schedule), all(jax.tree.leaves(groups.trainable))
     chain.append(moments if trains_all else optax.masked(moments, groups.trainable))
-    chain += [optax.add_decayed_weights(amount, mask) for amount, mask in groups.weight_decays]
+    for amount, mask in groups.weight_decays:
+        chain.append(optax.add_decayed_weights(amount, mask))
+        if config.kind == 'lamb':
+            chain.append(optax.masked(_scale_by_trust_ratio(), mask))
     factors = groups.lr_multipliers
     if any(np.any(factor != 1) for factor in jax.tree.leaves(factors)):
         chain.append(optax.stateless(lambda grads, _: jax.tree.map(operator.mul, grads, factors)))
-    return optax.chain(*chain, optax.scale_by_learning_rate(schedule))
+    if isinstance(config.kind, str):
+        chain.append(optax.scale_by_learning_rate(schedule))
+    return optax.chain(*chain)
 
 
-def _scale_by_moments(config: OptimizerConfig) -> optax.GradientTransformation:
+def _make_core(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+    """Makes the moments of a named kind, or the whole optimizer of a function."""
+    if not isinstance(config.kind, str):
+        made = config.kind(schedule)
+        wrong = f'optimizer.kind: the function returned {made}; expected an optax optimizer'
+        records.require(isinstance(made, optax.GradientTransformation), wrong)
+        return made
     fields = {name: getattr(config, name) for name in OPTIONS[config.kind]}
     options = OPTIONS[config.kind] | {k: value for k, value in fields.items() if value is not None}
     match config.kind:
-        case 'adamw':
+        case 'adamw' | 'lamb' | 'muon':
             b1, b2, epsilon = options['b1'], options['b2'], options['epsilon']
-            return optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
+            adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
+            if config.kind != 'muon':
+                return adam
+            return optax.chain(
+                optax.masked(_muon(options['momentum'], config.moment_dtype), _is_matrix),
+                optax.masked(adam, lambda params: jax.tree.map(operator.not_, _is_matrix(params))),
+            )
         case 'sgd':
             return optax.trace(options['momentum'], accumulator_dtype=config.moment_dtype)
         case 'adafactor':
             return _adafactor(options['b1'], options['b2'], config.moment_dtype)
-        case 'muon':
-            b1, b2, epsilon = options['b1'], options['b2'], options['epsilon']
-            adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
-            muon = _muon(options['momentum'], config.moment_dtype)
-            return optax.chain(
-                optax.masked(muon, _is_matrix),
-                optax.masked(adam, lambda params: jax.tree.map(operator.not_, _is_matrix(params))),
-            )
         case other:
             assert_never(other)
 
 
 def count_moments(config: OptimizerConfig) -> int:
-    """Returns the number of values that the optimizer stores per parameter of a large matrix."""
+    """Returns the number of values that are stored per parameter of a large matrix.
+
+    They include the average of a schedule-free optimizer.
+    """
     matrix = jax.ShapeDtypeStruct((1, 1024, 1024), np.float32)
     params = {'encoder': {'block': {'kernel': matrix}}}
-    state = jax.eval_shape(_scale_by_moments(config).init, params)
+    core = _make_core(config, lambda step: jnp.zeros(()))
+    state = jax.eval_shape(lambda p: (s := core.init(p), average_params(s, p)), params)
     return sum(leaf.size for leaf in jax.tree.leaves(state)) // matrix.size
 
 
@@ -207,33 +242,113 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
     )
 
 
+def _scale_by_trust_ratio() -> optax.GradientTransformation:
+    """Makes LAMB's factor |parameter| / |update|, one for each block of a stacked parameter."""
+
+    def scale(name: str, update: Any, param: Any) -> Any:
+        axes = tuple(range(int(name.startswith(BLOCKS)), param.ndim))
+        length, step = (jnp.sqrt(jnp.sum(x**2, axes, keepdims=True)) for x in (param, update))
+        return update * jnp.where((length > 0) & (step > 0), length / step, 1.0)
+
+    return optax.stateless(functools.partial(tree_names.map_named, scale))
+
+
+def find_schedule_free(opt_state: Any) -> Any | None:
+    """Returns the state of a schedule-free optimizer of optax.contrib, if there is one."""
+
+    def is_found(node: Any) -> bool:
+        return isinstance(node, optax.contrib.ScheduleFreeState)
+
+    return next(filter(is_found, jax.tree.leaves(opt_state, is_leaf=is_found)), None)
+
+
+def average_params(opt_state: Any, params: Params) -> Params | None:
+    """Returns the parameters that a schedule-free optimizer evaluates; otherwise None."""
+    state = find_schedule_free(opt_state)
+    return None if state is None else optax.contrib.schedule_free_eval_params(state, params)
+
+
+def check_average(optimizer: Any, groups: ParamGroups, params: Params, *, with_ema: bool) -> None:
+    """Raises UserError for options that do not combine with a schedule-free optimizer.
+
+    It computes its average from the parameters and its own state, so that each parameter must move
+    exactly as the optimizer requests. The parameters may be abstract.
+    """
+    state = find_schedule_free(jax.eval_shape(optimizer.init, params))
+    is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(groups.lr_multipliers))
+    wrong = 'optimizer.kind: a schedule-free optimizer trains and averages all parameters alike; '
+    wrong += 'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay'
+    records.require(state is None or (is_plain and not with_ema), wrong)
+
+
 def _is_matrix(params: Any) -> Any:
     """Returns a tree of booleans that selects the kernels of blocks."""
-    return tree_names.match_mask(params, f'{BLOCKS}.*kernel')
+    return tree_names.match_mask(params, _MATRIX)
 
 
-def _matrix_axes(params: Any) -> Any:
-    """Returns the input and output axes of each kernel. Axis 0, the depth, is a batch axis."""
+def _matrix_axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
+    """Returns the input and output axes of a kernel. Axis 0, the depth, is a batch axis."""
+    first = leaf.ndim - 1 if name.endswith('attention/out/kernel') else 2
+    return optax.contrib.MuonDimensionNumbers((*range(1, first),), (*range(first, leaf.ndim),))
 
-    def axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
-        first = leaf.ndim - 1 if name.endswith('attention/out/kernel') else 2
-        return optax.contrib.MuonDimensionNumbers((*range(1, first),), (*range(first, leaf.ndim),))
 
-    return tree_names.map_named(axes, params)
+def _matrix_sides(name: str, leaf: Any) -> list[int]:
+    """Returns the smaller and the larger side of the matrix of a block."""
+    axes = _matrix_axes(name, leaf)
+    return sorted(math.prod(leaf.shape[axis] for axis in group) for group in axes)
+
+
+def _depth_axes(depth: int, mesh: Any) -> tuple[tuple[str, ...], int]:
+    """Returns the mesh axes that split the blocks of a kernel, and their number of devices.
+
+    The blocks are padded to a multiple of this number. It is at most two per block, so that the
+    padding needs little memory.
+    """
+    axes, parts = tuple[str, ...](), 1
+    for axis in reversed(mesh.axis_names):
+        if parts * mesh.shape[axis] <= 2 * depth:
+            axes, parts = (axis, *axes), parts * mesh.shape[axis]
+    return axes, parts
+
+
+def _split_blocks(momentum: Float[Array, 'd ...']) -> Float[Array, 'p ...']:
+    """Pads the blocks of a kernel and splits them over the mesh in jax's context."""
+    if (mesh := mesh_in_context()) is None or mesh.size == 1:
+        return momentum
+    axes, parts = _depth_axes(len(momentum), mesh)
+    padding = [(0, -len(momentum) % parts), *[(0, 0)] * (momentum.ndim - 1)]
+    return jax.lax.with_sharding_constraint(jnp.pad(momentum, padding), PartitionSpec(axes))
+
+
+def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh) -> int:
+    """Counts the floating-point operations of Muon's iterations per step, on each device.
+
+    Returns 0 for other kinds, whose updates have no matrix products. `params` may be abstract.
+    """
+    trainable = tree_names.named_leaves(make_param_groups(config, params).trainable)
+    operations = 0
+    for name, leaf in tree_names.named_leaves(params).items():
+        if config.kind == 'muon' and trainable[name] and re.fullmatch(_MATRIX, name):
+            m, n = _matrix_sides(name, leaf)
+            blocks = math.ceil(leaf.shape[0] / _depth_axes(leaf.shape[0], mesh)[1])
+            operations += blocks * _ITERATIONS * (4 * m**2 * n + 2 * m**3)
+    return operations
 
 
 def _muon(momentum: float, moment_dtype: str) -> optax.GradientTransformation:
     """Makes Muon with updates as large as those of Adam (Muon is Scalable for LLM Training)."""
-    make = functools.partial(optax.contrib.scale_by_muon, weight_dimension_numbers=_matrix_axes)
-    orthogonal = make(beta=0.0, nesterov=False)
+    axes = functools.partial(tree_names.map_named, _matrix_axes)
+    make = functools.partial(optax.contrib.scale_by_muon, weight_dimension_numbers=axes)
+    orthogonal = make(beta=0.0, nesterov=False, ns_steps=_ITERATIONS)
 
-    def scale(update: Any, axes: optax.contrib.MuonDimensionNumbers) -> Any:
-        sides = (math.prod(update.shape[axis] for axis in group) for group in axes)
-        return 0.2 * math.sqrt(max(sides)) * update
+    def scale(name: str, momentum: Any, update: Any) -> Any:
+        update = jax.lax.slice_in_dim(update, 0, len(momentum))  # without padding
+        return 0.2 * math.sqrt(max(_matrix_sides(name, momentum))) * update
 
     def orthogonalize(momenta: Any, _: Any) -> Any:
-        updates, _ = orthogonal.update(momenta, orthogonal.init(momenta))
-        return jax.tree.map(scale, updates, _matrix_axes(momenta))
+        split = jax.tree.map(_split_blocks, momenta)
+        updates, _ = orthogonal.update(split, orthogonal.init(split))
+        return tree_names.map_named(scale, momenta, updates)
 
     # The first transformation only normalizes the momentum; `orthogonalize` iterates.
     momentum_only = make(beta=momentum, ns_steps=0, mu_dtype=moment_dtype)

@@ -11,7 +11,7 @@ import optax
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
-from vit_jax.training.optimizer import Schedule
+from vit_jax.training.optimizer import Schedule, average_params
 
 GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
 
@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
     step: Int[Array, '']
     params: Params
     opt_state: Any
-    ema_params: Params | None  # Polyak average of the parameters; None: no average
+    ema_params: Params | None  # average of the parameters, Polyak's or schedule-free; None: none
 
     @staticmethod
     def initial(
@@ -37,8 +37,9 @@ class TrainState(NamedTuple):
 
         Parameters must be jax arrays.
         """
-        average = jax.tree.map(jnp.copy, params) if with_ema else None
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+        opt_state = optimizer.init(params)
+        average = jax.tree.map(jnp.copy, params) if with_ema else average_params(opt_state, params)
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average)
 
     @property
     def eval_params(self) -> Params:
@@ -76,11 +77,15 @@ def make_init(
     *,
     seed: int,
     with_ema: bool,
-) -> Callable[[], TrainState]:
-    """Makes a function that returns the state before the first step, for compilation with jit."""
+) -> Callable[..., TrainState]:
+    """Makes a function that returns the state before the first step, for compilation with jit.
 
-    def initial_state() -> TrainState:
-        return TrainState.initial(init(key_for(seed, INITIALIZE, 0)), optimizer, with_ema=with_ema)
+    Its argument are the parameters, such as those of a checkpoint; by default they are random.
+    """
+
+    def initial_state(params: Params | None = None) -> TrainState:
+        params = init(key_for(seed, INITIALIZE, 0)) if params is None else params
+        return TrainState.initial(params, optimizer, with_ema=with_ema)
 
     return initial_state
 
@@ -158,9 +163,9 @@ def make_update(
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        average = state.ema_params
+        average = average_params(opt_state, params)
         if ema_decay is not None:
-            average = optax.incremental_update(params, average, 1 - ema_decay)
+            average = optax.incremental_update(params, state.ema_params, 1 - ema_decay)
         # The state is selected here and not by the caller, so that the old state's memory can be
         # reused. optax.apply_if_finite is not used: it checks only the gradient, does not cover the
         # average of parameters, and applies an update after a number of bad steps in a row.

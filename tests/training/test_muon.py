@@ -1,0 +1,79 @@
+"""Muon against optax.contrib.muon, and how devices share its Newton-Schulz iterations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests import tiny
+from vit_jax.base.tree_names import named_leaves
+from vit_jax.distributed.meshes import MeshConfig, jit_on, make_mesh
+from vit_jax.distributed.sharding_rules import shardings_for
+from vit_jax.models import abstract_params
+from vit_jax.training.optimizer import OptimizerConfig, count_update_operations, make_optimizer
+from vit_jax.training.param_groups import make_param_groups
+
+DEPTH, RATE = 12, 0.5
+SHAPES = abstract_params(tiny.model(depth=DEPTH, width=64, mlp_dim=128))
+PARAMS, GRADIENT = tiny.random_params(SHAPES), tiny.random_params(SHAPES, scale=0.01)
+QUERY, OUT, DENSE = 'attention/query/kernel', 'attention/out/kernel', 'mlp/dense2/kernel'
+
+
+CONFIG = OptimizerConfig(kind='muon')
+MUON = make_optimizer(CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, SHAPES))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def two_updates(optimizer, params, gradient):
+    _, state = optimizer.update(gradient, optimizer.init(params), params)
+    return optimizer.update(jax.tree.map(jnp.cos, gradient), state, params)[0]
+
+
+@pytest.mark.full
+def test_each_matrix_moves_as_by_optax_alone_and_the_rest_as_by_adam():
+    """In float64: the iterations multiply rounding of small singular values by up to 480."""
+    with jax.enable_x64(True):
+        params, gradient = (jax.tree.map(np.float64, tree) for tree in (PARAMS, GRADIENT))
+        found = named_leaves(two_updates(MUON, params, gradient))
+        gradients = named_leaves(gradient)
+        for kernel, block in ((QUERY, 0), (OUT, 5), (DENSE, 11)):
+            name = f'encoder/block/{kernel}'
+            shape = (-1, 64) if kernel != QUERY else (64, -1)
+            matrix = gradients[name][block].reshape(shape)
+            single = optax.contrib.muon(RATE, consistent_rms=0.2, mu_dtype='float32')
+            expected = two_updates(single, matrix, matrix)
+            np.testing.assert_allclose(found[name][block].reshape(shape), expected, atol=1e-6)
+        head = gradients['head/kernel']
+        expected = two_updates(optax.adam(RATE, mu_dtype='float32'), head, head)
+        np.testing.assert_allclose(found['head/kernel'], expected, atol=1e-6)
+
+
+def lower_update(**sizes):
+    """The update on a mesh, traced; the places of its arguments; the operations that it counts."""
+    config = MeshConfig(fsdp_min_mb=0.0, **sizes)
+    mesh = make_mesh(config, jax.devices() if sizes else jax.devices()[:1])
+    arguments = SHAPES, jax.eval_shape(MUON.init, SHAPES), SHAPES
+    places = shardings_for(arguments, mesh, config)
+    step = jit_on(MUON.update, mesh, in_shardings=places, out_shardings=places[:2])
+    operations = count_update_operations(CONFIG, SHAPES, mesh)
+    return step.lower(*arguments), places, operations
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('sizes', [{'data': 8}, {'data': 1, 'fsdp': 8}, {'fsdp': 2, 'tensor': 2}])
+def test_devices_share_the_blocks_and_the_updates_stay_the_same(sizes):
+    """12 blocks on 8 devices are 2 each. Products are all but 5 % of the operations."""
+    alone, split = lower_update(), lower_update(**sizes)
+    assert 'sharding_constraint' not in alone[0].as_text() and ' pad' not in alone[0].as_text()
+    assert split[2] == alone[2] * 2 / DEPTH
+    updates = []
+    for lowered, places, operations in (alone, split):
+        compiled = lowered.compile()
+        assert compiled.cost_analysis()['flops'] == pytest.approx(operations, rel=0.05)
+        inputs = jax.device_put((GRADIENT, MUON.init(PARAMS), PARAMS), places)
+        updates.append(named_leaves(compiled(*inputs)[0]))
+    for name, leaf in updates[1].items():
+        np.testing.assert_allclose(leaf, updates[0][name], atol=1e-6, err_msg=name)

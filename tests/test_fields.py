@@ -29,7 +29,7 @@ from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import ViTConfig
+from vit_jax.models import Regularization, ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -88,6 +88,17 @@ CHANGES = [
     ('schedule.cooldown', Duration(steps=3), base()),
     ('regularization.dropout', 0.1, base()),
     ('regularization.stochastic_depth', 0.1, base()),
+    (
+        'regularization.stochastic_depth_kind',
+        'constant',
+        base(regularization=Regularization(stochastic_depth=0.1)),
+    ),
+    ('regularization.patch_dropout', 0.25, base()),
+    (
+        'patch_dropout_until',
+        Duration(steps=5),
+        base(regularization=Regularization(patch_dropout=0.25)),
+    ),
     ('ema_decay', 0.9, base()),
     ('seed', 1, base()),
     ('eval_batch_size', 24, base()),
@@ -149,9 +160,9 @@ def effects(config):
             digest.update(np.asarray(array).tobytes())
     yield digest.hexdigest()
     size = experiment.model.config.image_size
-    yield program(
-        experiment.update, state, abstract_batch(experiment.mesh, config.batch_size, size)
-    )
+    for update in filter(None, (experiment.update, experiment.late_update)):
+        batch = abstract_batch(experiment.mesh, config.batch_size, size)
+        yield f'{experiment.late_step} {program(update, state, batch)}'
     evaluator = experiment.evaluator
     for reader in experiment.eval_readers.values():
         yield program(evaluator.step, state.eval_params, evaluator.batches.abstract(reader))

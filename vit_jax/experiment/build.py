@@ -31,6 +31,7 @@ from vit_jax.models import (
     Compute,
     Model,
     ModelConfig,
+    Regularization,
     ViTConfig,
     abstract_params,
     build,
@@ -62,6 +63,7 @@ class Experiment(NamedTuple):
 
     init() -> initial TrainState
     update(state, batch) -> (state after one step, metrics)
+    late_update: `update` without PatchDropout, from step `late_step` on
     evaluator.evaluate(params, eval_readers[name]) -> metrics of an evaluation
     """
 
@@ -77,6 +79,8 @@ class Experiment(NamedTuple):
     probes: Probes | None  # data sets of the few-shot evaluation
     init: Callable[[], TrainState]
     update: Update
+    late_update: Update | None  # None: `update` is used until the end
+    late_step: int
     evaluator: Evaluator
     param_group_report: list[str]  # the parameters that each param group matched, in lines
 
@@ -157,15 +161,21 @@ def build_experiment(
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
-    model = build(
-        model_config,
-        regularization=config.regularization,
-        compute=compute,
-        platform=mesh.devices.flat[0].platform,
-    )
+    platform = mesh.devices.flat[0].platform
+    build_model = functools.partial(build, model_config, compute=compute, platform=platform)
+    model = build_model(regularization=config.regularization)
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     train_sums, eval_sums = _make_loss_sums(config, model, preprocessing, train)
     init, update, report = _make_training(config, model, train_sums, length, train)
+    late_step, late_update = length.total_steps, None
+    if config.patch_dropout_until is not None:
+        late_step = length.to_steps(config.patch_dropout_until)
+        wrong = f'config.patch_dropout_until.{config.patch_dropout_until}: step {late_step}'
+        end = f'expected less than config.total, {length.total_steps} steps'
+        require(late_step < length.total_steps, f'{wrong}; {end}')
+        late_model = build_model(regularization=without_patch_dropout(config))
+        late_sums, _ = _make_loss_sums(config, late_model, preprocessing, train)
+        _, late_update, _ = _make_training(config, late_model, late_sums, length, train)
     return Experiment(
         config=config,
         start_from=start,
@@ -179,6 +189,8 @@ def build_experiment(
         probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
         init=meshes.with_mesh(mesh, init),
         update=update,
+        late_update=late_update,
+        late_step=late_step,
         evaluator=make_evaluator(eval_sums, batches),
         param_group_report=report,
     )
@@ -284,9 +296,16 @@ def resolve_compute_on_mesh(
         dataclasses.replace(config.compute, dtype=dtype),
         model,
         platform=device.platform,
-        regularization=config.regularization,
+        regularization=without_patch_dropout(config)
+        if config.patch_dropout_until is not None
+        else config.regularization,
         memory=memory / (config.batch_size // parts),
     )
+
+
+def without_patch_dropout(config: TrainConfig) -> Regularization:
+    """Returns the regularization of the steps that keep all patches."""
+    return dataclasses.replace(config.regularization, patch_dropout=0.0)
 
 
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:

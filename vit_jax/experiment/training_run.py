@@ -142,6 +142,7 @@ class Programs(NamedTuple):
 
     state: TrainState  # shape, type and sharding of each array
     update: Update
+    late_update: Update | None  # see `Experiment`
     evaluators: dict[str, Evaluator]  # by name; `fewshot` computes features
 
 
@@ -151,8 +152,10 @@ def compile_programs(experiment: Experiment, console: Console) -> Programs:
     for line in sharding_rules.sharding_report(state, get_shardings(state), mesh):
         console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
-    update = lower_update(experiment, state).compile()
-    return Programs(state, update, compile_evaluators(experiment, state.eval_params))
+    update, late = lower_update(experiment, state).compile(), None
+    if experiment.late_update is not None:
+        late = lower_update(experiment, state, experiment.late_update).compile()
+    return Programs(state, update, late, compile_evaluators(experiment, state.eval_params))
 
 
 def abstract_state(experiment: Experiment) -> TrainState:
@@ -171,13 +174,14 @@ def get_shardings(abstract: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def lower_update(experiment: Experiment, state: TrainState) -> Any:
-    """Traces and lowers the update step, which donates its state."""
+def lower_update(experiment: Experiment, state: TrainState, update: Update | None = None) -> Any:
+    """Traces and lowers `update`, by default the experiment's, which donates its state."""
     size, reader = experiment.config.batch_size, experiment.train_reader
     batch = loading.abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
     out_shardings = get_shardings(state), meshes.replicated(experiment.mesh)
     options = {'donate_argnums': 0, 'out_shardings': out_shardings}
-    return meshes.jit_on(experiment.update, experiment.mesh, **options).lower(state, batch)
+    function = update or experiment.update
+    return meshes.jit_on(function, experiment.mesh, **options).lower(state, batch)
 
 
 def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Evaluator]:
@@ -313,7 +317,7 @@ class TrainingRun:
         )
         with contextlib.closing(watched):
             return fit(
-                self.programs.update,
+                self._update_in(steps),
                 state,
                 watched,
                 steps=steps,
@@ -322,6 +326,19 @@ class TrainingRun:
                 clock=self.reporter.clock,
                 max_skipped_steps=config.max_skipped_steps,
             )
+
+    def _update_in(self, steps: range) -> Update:
+        """Returns the update, which takes another program at the step that ends PatchDropout."""
+        early, late = self.programs.update, self.programs.late_update
+        if late is None:
+            return early
+        late_step, numbers = self.opened.experiment.late_step, iter(steps)
+
+        def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+            program = early if next(numbers) < late_step else late
+            return program(state, batch)
+
+        return update
 
     def _evaluations(self) -> list[PeriodicAction]:
         """Returns an observer of the training loop for each evaluation, with its interval."""

@@ -7,18 +7,20 @@ the kinds that change the attention logits.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float
+from vit_jax.base import Array, Float, Int, Key
 
 Tokens = Float[Array, 'b n d']
 Heads = Float[Array, 'b _ h k']
 Grid = tuple[int, int]  # patches in (height, width)
 Table = Float[Array | np.ndarray, '1 m d']  # embeddings of class tokens and patches
+Kept = Int[Array, 'b k']  # numbers of the patches that PatchDropout keeps, in ascending order
 # `learned` is the paper's, with one vector per position in the sequence. `learned2d` concatenates
 # two vectors of half the width, one per column and one per row. `relative` has one vector per
 # offset between two positions, whose product with the query is added to the logit (appendix D.4).
@@ -64,18 +66,51 @@ def make_table(
     return None
 
 
-def add(tokens: Tokens, table: Table | None, class_tokens: int) -> Tokens:
+class SharedPositions(NamedTuple):
+    """Positions that are the same in all blocks."""
+
+    table: Table | None  # embeddings that every block adds; None: no block adds these
+    kept: Kept | None  # None: all patches
+
+
+def draw_kept(key: Key[Array, ''], shape: tuple[int, int], count: int) -> Kept:
+    """Draws which `count` patches each example keeps; `shape` is (examples, patches)."""
+    order = jnp.argsort(jax.random.uniform(key, shape), axis=1)
+    return jnp.sort(order[:, :count], axis=1)
+
+
+def keep_patches(
+    tokens: Float[Array | np.ndarray, '_ n ...'], kept: Kept, before: int
+) -> Float[Array, 'b m ...']:
+    """Removes the patches that PatchDropout drops from tokens, or from a table for all examples.
+
+    Args:
+      tokens: Values of tokens, of which the first `before` are not patches and stay.
+      kept: Numbers of the patches to keep.
+      before: Number of tokens before the patches.
+    """
+    tokens = jnp.asarray(tokens)
+    index = kept.reshape(kept.shape + (1,) * (tokens.ndim - 2))
+    patches = jnp.take_along_axis(tokens[:, before:], index, axis=1)
+    rest = jnp.broadcast_to(tokens[:, :before], (len(kept), before, *tokens.shape[2:]))
+    return jnp.concatenate([rest, patches], axis=1)
+
+
+def add(tokens: Tokens, table: Table | None, class_tokens: int, kept: Kept | None = None) -> Tokens:
     """Adds positions to tokens (equation 1), except to registers.
 
     Args:
       tokens: The first `class_tokens` tokens are class tokens, then registers, then patches.
-      table: Embeddings of class tokens and patches; None: nothing is added.
+      table: Embeddings of class tokens and all patches; None: nothing is added.
       class_tokens: Number of class tokens.
+      kept: Numbers of the patches in `tokens`; None: all.
     """
     if table is None:
         return tokens
+    if kept is not None:
+        table = keep_patches(table, kept, class_tokens)
     if registers := tokens.shape[1] - table.shape[1]:
-        zeros = jnp.zeros((1, registers, table.shape[2]), table.dtype)
+        zeros = jnp.zeros((len(table), registers, table.shape[2]), table.dtype)
         table = jnp.concatenate([table[:, :class_tokens], zeros, table[:, class_tokens:]], axis=1)
     return tokens + jnp.asarray(table).astype(tokens.dtype)
 
@@ -92,7 +127,9 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
 
 
-def rotate(heads: Sequence[Heads], grid: Grid, num_prefix_tokens: int) -> list[Heads]:
+def rotate(
+    heads: Sequence[Heads], grid: Grid, num_prefix_tokens: int, kept: Kept | None = None
+) -> list[Heads]:
     """Rotates queries and keys of patches by their positions (RoPE; DINOv3, section 3.2).
 
     (y, x) is the center of a patch, with the image between -1 and 1. The k/4 frequencies w fall
@@ -103,6 +140,7 @@ def rotate(heads: Sequence[Heads], grid: Grid, num_prefix_tokens: int) -> list[H
       heads: Arrays of queries or keys, of all tokens or of the leading ones.
       grid: Number of patches along (height, width).
       num_prefix_tokens: Number of tokens before the patches, which are not rotated.
+      kept: Numbers of the patches in `heads`; None: all.
     """
     size = heads[0].shape[-1]
     y, x = np.mgrid[: grid[0], : grid[1]]
@@ -110,11 +148,14 @@ def rotate(heads: Sequence[Heads], grid: Grid, num_prefix_tokens: int) -> list[H
     frequencies = 100.0 ** (-np.arange(size // 4) * 4 / size)
     patch_angles = [2 * math.pi * center.reshape(-1, 1) * frequencies for center in centers]
     angles = np.pad(np.concatenate(2 * patch_angles, axis=1), ((num_prefix_tokens, 0), (0, 0)))
-    cos, sin = (f(angles)[:, None].astype(np.float32) for f in (np.cos, np.sin))
+    cos, sin = (f(angles)[None, :, None].astype(np.float32) for f in (np.cos, np.sin))
+    if kept is not None:
+        cos, sin = (keep_patches(table, kept, num_prefix_tokens) for table in (cos, sin))
 
     def rotate_one(x: Heads) -> Heads:
         first, second = jnp.split(x, 2, axis=-1)
         n = x.shape[1]
-        return (x * cos[:n] + jnp.concatenate([-second, first], axis=-1) * sin[:n]).astype(x.dtype)
+        turned = jnp.concatenate([-second, first], axis=-1)
+        return (x * cos[:, :n] + turned * sin[:, :n]).astype(x.dtype)
 
     return [rotate_one(x) for x in heads]

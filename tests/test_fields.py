@@ -31,6 +31,7 @@ from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization, ViTConfig
 from vit_jax.training.duration import Duration
+from vit_jax.training.losses import LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -66,6 +67,7 @@ CHANGES = [
     ('objective', MaskedPatches(), base()),
     ('loss.kind', 'sigmoid', base()),
     ('loss.label_smoothing', 0.1, base()),
+    ('loss.binary_targets', True, base(loss=LossConfig(kind='sigmoid'))),
     ('optimizer.kind', 'sgd', base()),
     ('optimizer.b1', 0.5, base()),
     ('optimizer.b2', 0.5, base()),

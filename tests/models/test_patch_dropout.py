@@ -28,11 +28,12 @@ def test_each_example_keeps_as_many_patches_each_of_them_equally_often():
 @pytest.mark.parametrize(
     'values',
     [
-        {'positions': 'rope', 'registers': 2, 'pool': 'cls_dist'},
+        {'positions': 'learned_rope', 'registers': 4, 'pool': 'cls_dist'},
         *(
             pytest.param(values, marks=pytest.mark.full)
             for values in (
                 {'pool': 'gap', 'positions': 'sincos2d'},
+                {'pool': 'cls_gap', 'positions': 'rope', 'registers': 2},
                 {'pool': 'map', 'positions_at': 'every_layer', 'registers': 1, 'class_tokens': 1},
                 {'positions_at': 'every_layer_shared', 'positions': 'learned2d', 'registers': 3},
             )
@@ -45,10 +46,10 @@ def test_kept_patches_have_their_own_positions(values, monkeypatch):
     model, params = tiny.built(config, regularization=HALF)
     orders = np.random.default_rng(0).permuted(np.tile(np.arange(6), (2, 1)), axis=1)
     monkeypatch.setattr(positions, 'draw_kept', lambda *_: jnp.asarray(orders))
-    images = tiny.images(config=config)
+    images, apply = tiny.images(config=config), jax.jit(model.apply)
     # Sums over tokens are taken in another order.
     np.testing.assert_allclose(
-        model.apply(params, images, KEY), model.apply(params, images), rtol=2e-5, atol=2e-6
+        apply(params, images, KEY), apply(params, images), rtol=2e-5, atol=2e-6
     )
 
 
@@ -56,14 +57,16 @@ def test_class_tokens_and_registers_stay_and_evaluation_has_all_patches():
     config = tiny.model(pool='none', class_tokens=2, registers=3, num_classes=None)
     model, params = tiny.built(config, regularization=HALF)
     images = tiny.images()
-    assert model.apply(params, images, KEY).shape == (2, 2 + 3 + 2, config.width)
-    np.testing.assert_array_equal(model.apply(params, images), build(config).apply(params, images))
+    kept = jax.eval_shape(model.apply, params, images, KEY)
+    assert kept.shape == (2, 2 + 3 + 2, config.width)
+    programs = [jax.jit(one.apply).lower(params, images) for one in (model, build(config))]
+    assert programs[0].as_text() == programs[1].as_text()
 
 
 def test_a_dropped_patch_has_no_influence(monkeypatch):
     model, params = tiny.built(tiny.model(), regularization=HALF)
     monkeypatch.setattr(positions, 'draw_kept', lambda *_: jnp.array([[0, 3]]))
-    gradient = jax.grad(lambda x: model.apply(params, x, KEY).std())(tiny.images(1))
+    gradient = jax.jit(jax.grad(lambda x: model.apply(params, x, KEY).std()))(tiny.images(1))
     rows = np.abs(gradient).reshape(2, 4, 2, 4, 3).sum(axis=(1, 3, 4)) > 0
     np.testing.assert_array_equal(rows, [[True, False], [False, True]])
 

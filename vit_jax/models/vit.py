@@ -131,9 +131,11 @@ class Attention(ViTModule):
             if config.qk_norm:
                 query = self.normalize(query, 'query_norm')
                 key = self.normalize(key, 'key_norm')
-            if config.positions == 'rope':
+            if config.positions in positions.ROTARY:
+                counts = {'class_tokens': config.num_class_tokens, 'registers': config.registers}
+                angles = positions.make_angles(config.positions, config.grid, size, **counts)
                 prefix = config.num_prefix_tokens
-                query, key = positions.rotate((query, key), config.grid, prefix, kept)
+                query, key = positions.rotate((query, key), angles, kept, prefix)
             if config.positions == 'relative':
                 normal, offsets = nn.initializers.normal(0.02), 2 * y.shape[1] - 1
                 relative = self.param('relative', normal, (offsets, heads, size))

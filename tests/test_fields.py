@@ -29,8 +29,9 @@ from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import ViTConfig
+from vit_jax.models import Regularization, ViTConfig
 from vit_jax.training.duration import Duration
+from vit_jax.training.losses import LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -66,6 +67,7 @@ CHANGES = [
     ('objective', MaskedPatches(), base()),
     ('loss.kind', 'sigmoid', base()),
     ('loss.label_smoothing', 0.1, base()),
+    ('loss.binary_targets', True, base(loss=LossConfig(kind='sigmoid'))),
     ('optimizer.kind', 'sgd', base()),
     ('optimizer.b1', 0.5, base()),
     ('optimizer.b2', 0.5, base()),
@@ -88,6 +90,17 @@ CHANGES = [
     ('schedule.cooldown', Duration(steps=3), base()),
     ('regularization.dropout', 0.1, base()),
     ('regularization.stochastic_depth', 0.1, base()),
+    (
+        'regularization.stochastic_depth_kind',
+        'constant',
+        base(regularization=Regularization(stochastic_depth=0.1)),
+    ),
+    ('regularization.patch_dropout', 0.25, base()),
+    (
+        'patch_dropout_until',
+        Duration(steps=5),
+        base(regularization=Regularization(patch_dropout=0.25)),
+    ),
     ('ema_decay', 0.9, base()),
     ('seed', 1, base()),
     ('eval_batch_size', 24, base()),
@@ -149,9 +162,8 @@ def effects(config):
             digest.update(np.asarray(array).tobytes())
     yield digest.hexdigest()
     size = experiment.model.config.image_size
-    yield program(
-        experiment.update, state, abstract_batch(experiment.mesh, config.batch_size, size)
-    )
+    batch = abstract_batch(experiment.mesh, config.batch_size, size)
+    yield program(experiment.update, state, batch)
     evaluator = experiment.evaluator
     for reader in experiment.eval_readers.values():
         yield program(evaluator.step, state.eval_params, evaluator.batches.abstract(reader))

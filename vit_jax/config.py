@@ -82,7 +82,8 @@ class TrainConfig(Record):
     loss: LossConfig | Loss = default(LossConfig)  # classification loss, or f(logits, targets)
     optimizer: OptimizerConfig = default(OptimizerConfig)  # optimizer and param groups
     schedule: ScheduleConfig = default(ScheduleConfig)  # learning rate schedule
-    regularization: Regularization = default(Regularization)  # dropout and stochastic depth
+    regularization: Regularization = default(Regularization)  # what training drops at random
+    patch_dropout_until: Duration | None = None  # length of the part with PatchDropout; None: all
     ema_decay: float | None = None  # decay of the moving average of parameters; None: no average
     max_skipped_steps: int = 10  # steps in a row with non-finite loss or gradient before stopping
     seed: int = 0  # seed of all random numbers
@@ -129,6 +130,9 @@ class TrainConfig(Record):
             require(not labeled, wrong)
             has_head = self.head is not None or self.reuse_head
             require(not has_head, 'head, reuse_head: not used with objective; leave them out')
+        is_off = self.patch_dropout_until is None or self.regularization.patch_dropout > 0
+        wrong = 'patch_dropout_until: not used with regularization.patch_dropout=0; leave it out'
+        require(is_off, wrong)
         has_model_head = self.model is not None and self.model.head != 'linear'
         require(not (has_model_head and self.head), 'head: model.head is also set; leave one out')
 

@@ -29,6 +29,8 @@ TINY = {
     'model.num_heads': 2,
     'regularization.dropout': 0.1,
     'regularization.stochastic_depth': 0.1,
+    'regularization.patch_dropout': 0.25,
+    'patch_dropout_until.steps': 40,
     'augmentation.mixup': 0.2,
     'ema_decay': 0.9,
     'compute.dtype': 'float32',

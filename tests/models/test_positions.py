@@ -5,7 +5,7 @@ import pytest
 from tests import tiny
 from vit_jax.models import build
 from vit_jax.models.model import compute_position_table
-from vit_jax.models.positions import rotate, sincos2d
+from vit_jax.models.positions import make_angles, rotate, sincos2d
 
 
 def test_rotated_queries_and_keys_know_how_far_apart_they_are_and_no_more():
@@ -13,7 +13,8 @@ def test_rotated_queries_and_keys_know_how_far_apart_they_are_and_no_more():
     grid, prefix = (3, 4), 2
     query, key = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
     queries, keys = (jax.numpy.tile(x, (1, prefix + 12, 1, 1)) for x in (query, key))
-    rotated = [np.asarray(x)[0, :, 0] for x in rotate((queries, keys), grid, prefix)]
+    angles = make_angles('rope', grid, 8, class_tokens=1, registers=1)
+    rotated = [np.asarray(x)[0, :, 0] for x in rotate((queries, keys), angles)]
     products = np.einsum('qk,nk->qn', *rotated)
     np.testing.assert_allclose(products[:prefix, :prefix], query @ key, rtol=1e-5)
     places = np.argwhere(np.ones(grid))

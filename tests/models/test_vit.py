@@ -204,13 +204,17 @@ def test_a_dropped_branch_keeps_its_mean():
     assert result.mean() == pytest.approx(1, abs=4 * 0.5 / np.sqrt(4000))  # 4 deviations
 
 
-def test_stochastic_depth_is_none_in_the_first_block_and_without_a_key():
+@pytest.mark.parametrize(
+    'kind, branches', [('linear', 2), pytest.param('constant', 4, marks=pytest.mark.full)]
+)
+def test_stochastic_depth_is_none_in_the_first_block_if_linear_and_without_a_key(kind, branches):
     config = tiny.model(depth=2, pool='none', num_classes=None, positions='none')
-    model, params = tiny.built(config, regularization=Regularization(stochastic_depth=0.5))
+    dropped = Regularization(stochastic_depth=0.5, stochastic_depth_kind=kind)
+    model, params = tiny.built(config, regularization=dropped)
     keys = jax.random.split(jax.random.key(0), 512)
     run = jax.jit(jax.vmap(functools.partial(model.apply, params, IMAGES[:1])))
     outputs = np.unique(np.asarray(run(keys)).reshape(512, -1).round(4), axis=0)
-    assert len(outputs) == 4  # two branches of the last block, each kept or dropped
+    assert len(outputs) == 2**branches  # of the last block or both, each kept or dropped
     never = build(config, regularization=Regularization(stochastic_depth=0.0))
     np.testing.assert_array_equal(never.apply(params, IMAGES, KEY), never.apply(params, IMAGES))
 
@@ -262,6 +266,7 @@ def test_the_program_does_not_grow_with_depth():
         ({'pool': 'cls_dist', 'class_tokens': 1}, 'class_tokens=1'),
         ({'pool': 'cls_dist', 'representation_size': 4}, 'pool=cls_dist'),
         ({'positions': 'rope', 'num_heads': 8}, 'width=16'),
+        ({'positions': 'learned_rope', 'registers': 3}, 'registers=3'),
         ({'parallel': True, 'blocks_without_skips': (1,)}, 'blocks_without_skips'),
         ({'num_heads': 3}, 'num_heads=3'),
         ({'width': 18, 'positions': 'sincos2d'}, 'width=18'),

@@ -32,6 +32,12 @@ def test_losses_are_their_definitions():
     np.testing.assert_allclose(loss('sigmoid'), expected, rtol=1e-6)
 
 
+def test_both_classes_of_a_mixed_image_are_right_with_binary_targets():
+    mixed, both = jnp.array([[0.7, 0.0, 0.3]] * 2), jnp.array([[1, 0, 1]] * 2)
+    binary = make_loss(LossConfig(kind='sigmoid', binary_targets=True))
+    np.testing.assert_array_equal(binary(LOGITS, mixed), loss('sigmoid', labels=both))
+
+
 def test_where_any_class_is_right_an_image_without_one_is_still_a_number():
     labels = jnp.array([[1, 1, 0], [0, 0, 0]])
     found = with_scaled_targets(make_loss(LossConfig()))(LOGITS, make_targets(labels, 3))

@@ -30,6 +30,7 @@ from vit_jax.models import (
     Compute,
     Model,
     ModelConfig,
+    Regularization,
     ViTConfig,
     abstract_params,
     build,
@@ -156,15 +157,17 @@ def build_experiment(
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
-    model = build(
-        model_config,
-        regularization=config.regularization,
-        compute=compute,
-        platform=mesh.devices.flat[0].platform,
-    )
+    platform = mesh.devices.flat[0].platform
+    build_model = functools.partial(build, model_config, compute=compute, platform=platform)
+    model = build_model(regularization=config.regularization)
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     train_sums, eval_sums = _make_loss_sums(config, model, preprocessing, train)
-    init, update, report = _make_training(config, model, train_sums, length, train)
+    late = None
+    if (until := config.patch_dropout_until) is not None:
+        late_model = build_model(regularization=get_late_regularization(config))
+        late_sums, _ = _make_loss_sums(config, late_model, preprocessing, train)
+        late = length.to_steps(until), late_sums
+    init, update, report = _make_training(config, model, train_sums, length, train, late)
     return Experiment(
         config=config,
         start_from=start,
@@ -283,9 +286,16 @@ def resolve_compute_on_mesh(
         dataclasses.replace(config.compute, dtype=dtype),
         model,
         platform=device.platform,
-        regularization=config.regularization,
+        regularization=get_late_regularization(config),
         memory=memory / (config.batch_size // parts),
     )
+
+
+def get_late_regularization(config: TrainConfig) -> Regularization:
+    """Returns the regularization of the last steps, which need the most memory."""
+    if config.patch_dropout_until is None:
+        return config.regularization
+    return dataclasses.replace(config.regularization, patch_dropout=0.0)
 
 
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
@@ -346,7 +356,12 @@ def _make_loss_sums(
 
 
 def _make_training(
-    config: TrainConfig, model: Model, loss_sums: LossSumsFn, length: TrainLength, train: Source
+    config: TrainConfig,
+    model: Model,
+    loss_sums: LossSumsFn,
+    length: TrainLength,
+    train: Source,
+    late: tuple[int, LossSumsFn] | None,
 ) -> tuple[Callable[..., TrainState], Update, list[str]]:
     """Returns `init`, `update` and the report of the param groups.
 
@@ -369,5 +384,6 @@ def _make_training(
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
         ema_decay=config.ema_decay,
+        late=late,
     )
     return init, update, groups.report

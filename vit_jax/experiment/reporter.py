@@ -233,9 +233,22 @@ def describe_run(experiment: Experiment) -> str:
         f'warm-up {plural(length.to_steps(config.schedule.warmup), "step")}',
         f'model   {count_params(model):,} parameters, {tokens}'
         f'{count_multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
+        *_describe_patch_dropout(experiment),
         f'compute {experiment.compute}',
     ]
     return '\n'.join([*lines, *experiment.param_group_report])
+
+
+def _describe_patch_dropout(experiment: Experiment) -> list[str]:
+    """Describes the tokens and operations of training with PatchDropout, in at most one line."""
+    regularization, model = experiment.config.regularization, experiment.model.config
+    if regularization.patch_dropout == 0 or not isinstance(model, ViTConfig):
+        return []
+    operations = count_multiply_adds(model, regularization=regularization) / 1e6
+    tokens = plural(regularization.num_tokens(model), 'token')
+    duration = experiment.config.patch_dropout_until
+    until = f' before step {experiment.length.to_steps(duration)}' if duration else ''
+    return [f'training{until}: {tokens}, {operations:,.1f} M multiply-adds per image']
 
 
 def format_duration(seconds: float) -> str:

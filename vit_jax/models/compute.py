@@ -25,19 +25,55 @@ _FEW_BLOCKS = 16
 
 @dataclasses.dataclass(kw_only=True)
 class Regularization(Record):
-    """Dropout and stochastic depth.
+    """Dropout, stochastic depth and PatchDropout, which act only in training.
 
     In each block, dropout follows the output layer of attention and both layers of the MLP. It is
     also applied once before the blocks, after positions are added (ViT paper, appendix B.1).
     Stochastic depth drops residual branches per example. Its probability grows linearly from 0 in
-    the first block to `stochastic_depth` in the last.
+    the first block to `stochastic_depth` in the last, or is the same in all blocks (`constant`).
+
+    PatchDropout (Liu et al. 2022; FLIP) removes patches after positions are added, so that the
+    blocks compute fewer tokens. Each example keeps `(1 - patch_dropout)` of its patches, rounded,
+    at random. Class tokens and registers are always kept.
     """
 
     dropout: float = 0.0  # dropout probability
     stochastic_depth: float = 0.0  # drop probability of residual branches in the last block
+    stochastic_depth_kind: Literal['linear', 'constant'] = (
+        'linear'  # constant: the same in all blocks
+    )
+    patch_dropout: float = 0.0  # fraction of the patches that are removed in training
 
     def check(self) -> None:
-        require_between(self, 'dropout', 'stochastic_depth', low=0, below=1)
+        require_between(self, 'dropout', 'stochastic_depth', 'patch_dropout', low=0, below=1)
+
+    @property
+    def is_random_in_blocks(self) -> bool:
+        """Whether blocks draw random numbers."""
+        return self.dropout > 0 or self.stochastic_depth > 0
+
+    def num_kept(self, patches: int) -> int:
+        """Returns the number of patches that an example keeps in training."""
+        return round((1 - self.patch_dropout) * patches)
+
+    def num_tokens(self, model: ViTConfig) -> int:
+        """Returns the sequence length in training."""
+        patches = model.num_tokens - model.num_prefix_tokens
+        return model.num_prefix_tokens + self.num_kept(patches)
+
+    def check_model(self, model: ViTConfig) -> None:
+        """Raises UserError if the model does not support PatchDropout and it is on."""
+        if self.patch_dropout == 0:
+            return
+        wrong = f'regularization.patch_dropout={self.patch_dropout:g}: not supported with'
+        instead = 'set it to 0'
+        predicts = f'{wrong} patch_outputs (config.objective), which predicts all patches'
+        require(model.patch_outputs is None, f'{predicts}; {instead}')
+        offsets = f'{wrong} positions={model.positions}, whose offsets need all patches'
+        require(model.positions not in RELATIVE, f'{offsets}; {instead}')
+        patches = model.num_tokens - model.num_prefix_tokens
+        none = f'regularization.patch_dropout={self.patch_dropout:g}: keeps no patch of {patches}'
+        require(self.num_kept(patches) > 0, f'{none}; expected at least one; set a smaller rate')
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -101,8 +137,8 @@ def resolve_compute(
       compute: Options, some of which may be `auto`.
       model: Architecture.
       platform: Platform of the devices, such as `cpu`, `gpu`, `tpu`.
-      regularization: Dropout and stochastic depth. With either, `last_block=auto` becomes `whole`,
-        so that random draws do not depend on the device.
+      regularization: Dropout, stochastic depth and PatchDropout. With one of the first two,
+        `last_block=auto` becomes `whole`, so that random draws do not depend on the device.
       memory: Bytes per device for the activations of one image; `math.inf` if unknown, None if the
         model is not trained.
 
@@ -113,11 +149,12 @@ def resolve_compute(
       UserError: If the model or the platform does not support an option.
     """
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
+    regularization = regularization or Regularization()
     compute = _set_auto(compute, dtype='float32', layout='batched' if platform == 'tpu' else 'flat')
     if isinstance(model, ViTConfig):
         # A rolled loop copies activations, which costs time on GPUs.
         compute = _set_auto(compute, unroll=model.depth if platform == 'gpu' else 1)
-        is_random = regularization not in (None, Regularization())
+        is_random = regularization.is_random_in_blocks
         _check_supported(compute, model, platform, is_random=is_random)
         has_few_blocks = model.depth <= max(_FEW_BLOCKS, int(compute.unroll))
         splits_last_block = has_few_blocks and model.num_tokens_read is not None and not is_random
@@ -126,7 +163,7 @@ def resolve_compute(
         compute = _set_auto(compute, attention=attention, last_block=last_block)
     # These options of a ViT have no effect on a ResNet.
     compute = _set_auto(compute, unroll=1, attention='xla', last_block='whole')
-    return _set_auto(compute, remat=_least_remat(model, compute, platform, memory))
+    return _set_auto(compute, remat=_least_remat(model, compute, regularization, platform, memory))
 
 
 def _set_auto(compute: Compute, **choices: Any) -> Compute:
@@ -165,7 +202,11 @@ def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implement
 
 
 def _least_remat(
-    model: ModelConfig, compute: Compute, platform: str, memory: float | None
+    model: ModelConfig,
+    compute: Compute,
+    regularization: Regularization,
+    platform: str,
+    memory: float | None,
 ) -> Remat:
     """Returns the fastest policy that fits, or the one that needs least memory if none does."""
     if memory is None:
@@ -176,12 +217,15 @@ def _least_remat(
     fastest: Remat = 'dots' if platform == 'cpu' or (platform == 'tpu' and has_loop) else 'none'
     if isinstance(model, ResNetConfig):
         return fastest
-    needed, candidates = activation_bytes(model, compute), POLICIES[POLICIES.index(fastest) :]
+    needed = activation_bytes(model, compute, regularization)
+    candidates = POLICIES[POLICIES.index(fastest) :]
     fitting = (remat for remat in candidates if needed[remat] <= _MEMORY_FRACTION * memory)
     return next(fitting, POLICIES[-1])
 
 
-def activation_bytes(model: ViTConfig, compute: Compute) -> dict[str, int]:
+def activation_bytes(
+    model: ViTConfig, compute: Compute, regularization: Regularization | None = None
+) -> dict[str, int]:
     """Estimates activation memory per image at the start of the backward pass, in bytes.
 
     For each token, a block stores 8 vectors of the token width and 2 of the MLP width. With layout
@@ -192,7 +236,8 @@ def activation_bytes(model: ViTConfig, compute: Compute) -> dict[str, int]:
     Returns:
       Bytes for each `remat` policy.
     """
-    size, tokens, width = jnp.dtype(compute.dtype).itemsize, model.num_tokens, model.width
+    tokens = (regularization or Regularization()).num_tokens(model)
+    size, width = jnp.dtype(compute.dtype).itemsize, model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
     weights = model.num_heads * tokens**2 * (8 + size) if compute.attention == 'xla' else 0
     vectors = 8 * width + 2 * hidden

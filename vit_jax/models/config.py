@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from vit_jax.base import Record, require, require_between
-from vit_jax.models.positions import WIDTH_MULTIPLES, PositionKind
+from vit_jax.models.positions import ROTARY, WIDTH_MULTIPLES, PositionKind
 
 GROUPS = 32  # groups of each GroupNorm in the ResNet
 MAX_SIZE = 1_000_000  # upper bound of all sizes, which catches typos
@@ -111,7 +111,7 @@ class ViTConfig(ArchitectureConfig):
     positions: PositionKind = (
         'learned'  # one vector per position; learned2d: one per row and one per column; sincos2d:
         # fixed sines and cosines; relative: one vector per offset, in attention; rope: queries and
-        # keys are rotated; none: no positions
+        # keys are rotated; learned_rope: both, as in ViT-5; none: no positions
     )
     positions_at: PositionsAt = 'stem'  # stem: before blocks; others: in each block (appendix D.4)
     position_resize: PositionResize = 'bilinear'  # interpolation of learned positions
@@ -148,8 +148,12 @@ class ViTConfig(ArchitectureConfig):
         wrong = f'width={self.width}: expected a multiple of'
         require(self.width % self.num_heads == 0, f'{wrong} num_heads={self.num_heads}')
         # In RoPE, 4 features of a head share each frequency (see `positions.rotate`).
-        factor = (WIDTH_MULTIPLES | {'rope': 4 * self.num_heads}).get(self.positions, 1)
+        rotary = dict.fromkeys(ROTARY, 4 * self.num_heads)
+        factor = (WIDTH_MULTIPLES | rotary).get(self.positions, 1)
         require(self.width % factor == 0, f'{wrong} {factor} for positions={self.positions}')
+        wrong = f'registers={self.registers}: expected a square number for positions=learned_rope'
+        is_square = math.isqrt(self.registers) ** 2 == self.registers
+        require(is_square or self.positions != 'learned_rope', wrong)
         is_added = self.positions in WIDTH_MULTIPLES
         wrong = f'positions_at={self.positions_at}: not supported with positions={self.positions}'
         require(is_added or self.positions_at == 'stem', f'{wrong}; leave positions_at out')

@@ -28,7 +28,7 @@ class Model(NamedTuple):
 
     - init(key) -> params
     - apply(params, images, key=None) -> logits, or features without a head. Images (b h w c) are
-      normalized floats. A key enables dropout and stochastic depth.
+      normalized floats. A key enables dropout, stochastic depth and PatchDropout.
     - features(params, images) -> input of the head
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
       of the corrupted images. Requires `patch_outputs`.
@@ -59,7 +59,7 @@ def build(
 
     Args:
       config: Architecture.
-      regularization: Dropout and stochastic depth; None: neither.
+      regularization: Dropout, stochastic depth and PatchDropout; None: none of them.
       compute: Precision, memory and kernels; `auto` is resolved for the platform.
       platform: Platform of the devices; None: jax's default.
 
@@ -110,8 +110,9 @@ def has_patch_outputs(config: ModelConfig) -> bool:
 def make_module(config: ModelConfig, regularization: Regularization, compute: Compute) -> Any:
     """Makes the Flax module of a model; `compute` must not contain `auto`."""
     if isinstance(config, ViTConfig):
+        regularization.check_model(config)
         return ViT(config, regularization, compute, make_head(config))
-    wrong = f'{regularization}: a ResNet supports neither dropout nor stochastic depth'
+    wrong = f'{regularization}: a ResNet supports no dropout, stochastic depth or PatchDropout'
     records.require(regularization == Regularization(), wrong)
     return ResNetClassifier(config, compute, make_head(config))
 
@@ -159,17 +160,26 @@ def count_params(config: ModelConfig) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))
 
 
-def count_multiply_adds(config: ModelConfig, *, last_block: LastBlock = 'whole') -> int:
+def count_multiply_adds(
+    config: ModelConfig,
+    *,
+    last_block: LastBlock = 'whole',
+    regularization: Regularization | None = None,
+) -> int:
     """Counts the multiply-adds of a forward pass of one image, in products and convolutions.
 
     The traced program is counted, so new layers need no formula. With `patch_outputs`, the forward
     pass is `predict_patches`. The operations of a training run (ViT paper, table 6) are 3 * 2 *
     epochs * images times as many: a backward pass costs two forward passes, and a multiply-add is
     two operations.
+
+    With `regularization`, the forward pass is the one of training, which PatchDropout shortens.
     """
     compute = dataclasses.replace(PORTABLE, last_block=last_block)  # fused kernels hide products
-    model = build(config, compute=compute)
+    model = build(config, compute=compute, regularization=regularization)
     forward = model.predict_patches if has_patch_outputs(config) else model.apply
+    if regularization is not None:
+        forward = functools.partial(forward, key=jax.random.key(0))
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
     return _count_in_jaxpr(jax.make_jaxpr(forward)(abstract_params(config), image).jaxpr)
 

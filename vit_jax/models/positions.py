@@ -7,24 +7,31 @@ the kinds that change the attention logits.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float
+from vit_jax.base import Array, Float, Int, Key
 
 Tokens = Float[Array, 'b n d']
 Heads = Float[Array, 'b _ h k']
 Grid = tuple[int, int]  # patches in (height, width)
 Table = Float[Array | np.ndarray, '1 m d']  # embeddings of class tokens and patches
+Kept = Int[Array, 'b p']  # numbers of the patches that PatchDropout keeps, in ascending order
 # `learned` is the paper's, with one vector per position in the sequence. `learned2d` concatenates
 # two vectors of half the width, one per column and one per row. `relative` has one vector per
 # offset between two positions, whose product with the query is added to the logit (appendix D.4).
-PositionKind = Literal['learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'none']
+# `learned_rope` are the learned positions and the RoPE of ViT-5.
+PositionKind = Literal[
+    'learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'learned_rope', 'none'
+]
 # The kinds that are added to tokens, with the number that the width must be a multiple of.
 WIDTH_MULTIPLES: dict[PositionKind, int] = {'learned': 1, 'learned2d': 2, 'sincos2d': 4}
+WIDTH_MULTIPLES |= {'learned_rope': 1}
+ROTARY: tuple[PositionKind, ...] = ('rope', 'learned_rope')  # kinds that rotate queries and keys
 RELATIVE: tuple[PositionKind, ...] = ('relative',)  # kinds that change the attention logits
 FIXED_GRID: tuple[PositionKind, ...] = ('relative',)  # kinds that cannot be resized
 # Learned tables of each kind, by parameter name: (depends on row, depends on column).
@@ -32,6 +39,7 @@ LEARNED: dict[PositionKind, dict[str, tuple[bool, bool]]] = {
     'learned': {'pos_embedding': (True, True)},
     'learned2d': {'pos_embedding_x': (False, True), 'pos_embedding_y': (True, False)},
 }
+LEARNED['learned_rope'] = LEARNED['learned']
 
 
 def make_table(
@@ -52,7 +60,7 @@ def make_table(
     normal, (rows, columns) = nn.initializers.normal(0.02), grid
     padding = (0, 0), (class_tokens, 0), (0, 0)  # zeros for class tokens
     match kind:
-        case 'learned':
+        case 'learned' | 'learned_rope':
             return param('pos_embedding', normal, (1, class_tokens + rows * columns, width))
         case 'learned2d':
             x = param('pos_embedding_x', normal, (1, columns, width // 2))
@@ -64,18 +72,51 @@ def make_table(
     return None
 
 
-def add(tokens: Tokens, table: Table | None, class_tokens: int) -> Tokens:
+class SharedPositions(NamedTuple):
+    """Positions that are the same in all blocks."""
+
+    table: Table | None  # embeddings that every block adds; None: no block adds these
+    kept: Kept | None  # None: all patches
+
+
+def draw_kept(key: Key[Array, ''], shape: tuple[int, int], count: int) -> Kept:
+    """Draws which `count` patches each example keeps; `shape` is (examples, patches)."""
+    order = jnp.argsort(jax.random.uniform(key, shape), axis=1)
+    return jnp.sort(order[:, :count], axis=1)
+
+
+def keep_patches(
+    tokens: Float[Array | np.ndarray, '_ n ...'], kept: Kept, before: int
+) -> Float[Array, 'b m ...']:
+    """Removes the patches that PatchDropout drops from tokens, or from a table for all examples.
+
+    Args:
+      tokens: Values of tokens, of which the first `before` are not patches and stay.
+      kept: Numbers of the patches to keep.
+      before: Number of tokens before the patches.
+    """
+    tokens = jnp.asarray(tokens)
+    index = kept.reshape(kept.shape + (1,) * (tokens.ndim - 2))
+    patches = jnp.take_along_axis(tokens[:, before:], index, axis=1)
+    rest = jnp.broadcast_to(tokens[:, :before], (len(kept), before, *tokens.shape[2:]))
+    return jnp.concatenate([rest, patches], axis=1)
+
+
+def add(tokens: Tokens, table: Table | None, class_tokens: int, kept: Kept | None = None) -> Tokens:
     """Adds positions to tokens (equation 1), except to registers.
 
     Args:
       tokens: The first `class_tokens` tokens are class tokens, then registers, then patches.
-      table: Embeddings of class tokens and patches; None: nothing is added.
+      table: Embeddings of class tokens and all patches; None: nothing is added.
       class_tokens: Number of class tokens.
+      kept: Numbers of the patches in `tokens`; None: all.
     """
     if table is None:
         return tokens
+    if kept is not None:
+        table = keep_patches(table, kept, class_tokens)
     if registers := tokens.shape[1] - table.shape[1]:
-        zeros = jnp.zeros((1, registers, table.shape[2]), table.dtype)
+        zeros = jnp.zeros((len(table), registers, table.shape[2]), table.dtype)
         table = jnp.concatenate([table[:, :class_tokens], zeros, table[:, class_tokens:]], axis=1)
     return tokens + jnp.asarray(table).astype(tokens.dtype)
 
@@ -92,29 +133,75 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
 
 
-def rotate(heads: Sequence[Heads], grid: Grid, num_prefix_tokens: int) -> list[Heads]:
-    """Rotates queries and keys of patches by their positions (RoPE; DINOv3, section 3.2).
+def make_angles(
+    kind: PositionKind, grid: Grid, head_size: int, *, class_tokens: int, registers: int
+) -> Float[np.ndarray, 'n k']:
+    """Computes the angles by which RoPE rotates the features of each token; 0: not rotated.
 
-    (y, x) is the center of a patch, with the image between -1 and 1. The k/4 frequencies w fall
-    from 1 to 1/100, exclusive. Features i and i + k/2 of a head form a pair, which is rotated by
-    one angle: 2 pi y w for i in the first quarter of the features, 2 pi x w in the second.
+    `rope` rotates patches (DINOv3, section 3.2). (y, x) is the center of a patch, with the image
+    between -2 pi and 2 pi, and frequencies fall from 1 to 1/100.
+
+    `learned_rope` rotates patches and registers (ViT-5). (y, x) is the number of the row and of the
+    column, and frequencies fall from 1 to 1/10,000. The registers are a square grid with its own
+    rows and columns, and frequencies from 1 to 1/100.
+
+    Args:
+      kind: One of `ROTARY`.
+      grid: Number of patches along (height, width).
+      head_size: Number of features of a head.
+      class_tokens: Number of class tokens, which are not rotated.
+      registers: Number of registers, between class tokens and patches.
+    """
+    if kind == 'rope':
+        y, x = (2 * math.pi * ((2 * np.arange(side) + 1) / side - 1) for side in grid)
+        patches = _grid_angles(y, x, head_size, base=100)
+        return np.pad(patches, ((class_tokens + registers, 0), (0, 0)))
+    side = np.arange(math.isqrt(registers))
+    rows, columns = map(np.arange, grid)
+    parts = (
+        np.zeros((class_tokens, head_size)),
+        _grid_angles(side, side, head_size, base=100),
+        _grid_angles(rows, columns, head_size, base=10_000),
+    )
+    return np.concatenate(parts)
+
+
+def _grid_angles(
+    y: Float[np.ndarray, 'r'], x: Float[np.ndarray, 'c'], head_size: int, *, base: int
+) -> Float[np.ndarray, 'n k']:
+    """Computes the angles of a grid with these rows and columns.
+
+    Features i and i + k/2 of a head of size k form a pair, which is rotated by one angle: y w for i
+    in the first quarter of the features, x w in the second. The k/4 frequencies w fall from 1 to
+    1/base, exclusive.
+    """
+    frequencies = float(base) ** (-np.arange(head_size // 4) * 4 / head_size)
+    places = np.meshgrid(y, x, indexing='ij')
+    return np.concatenate([place.reshape(-1, 1) * frequencies for place in 2 * places], axis=1)
+
+
+def rotate(
+    heads: Sequence[Heads],
+    angles: Float[np.ndarray, 'm k'],
+    kept: Kept | None = None,
+    before: int = 0,
+) -> list[Heads]:
+    """Rotates queries and keys by the angles of their positions (RoPE).
 
     Args:
       heads: Arrays of queries or keys, of all tokens or of the leading ones.
-      grid: Number of patches along (height, width).
-      num_prefix_tokens: Number of tokens before the patches, which are not rotated.
+      angles: Angles of all tokens (see `make_angles`).
+      kept: Numbers of the patches in `heads`; None: all.
+      before: Number of tokens before the patches.
     """
-    size = heads[0].shape[-1]
-    y, x = np.mgrid[: grid[0], : grid[1]]
-    centers = [(2 * index + 1) / side - 1 for index, side in zip((y, x), grid, strict=True)]
-    frequencies = 100.0 ** (-np.arange(size // 4) * 4 / size)
-    patch_angles = [2 * math.pi * center.reshape(-1, 1) * frequencies for center in centers]
-    angles = np.pad(np.concatenate(2 * patch_angles, axis=1), ((num_prefix_tokens, 0), (0, 0)))
-    cos, sin = (f(angles)[:, None].astype(np.float32) for f in (np.cos, np.sin))
+    cos, sin = (f(angles)[None, :, None].astype(np.float32) for f in (np.cos, np.sin))
+    if kept is not None:
+        cos, sin = (keep_patches(table, kept, before) for table in (cos, sin))
 
     def rotate_one(x: Heads) -> Heads:
         first, second = jnp.split(x, 2, axis=-1)
         n = x.shape[1]
-        return (x * cos[:n] + jnp.concatenate([-second, first], axis=-1) * sin[:n]).astype(x.dtype)
+        turned = jnp.concatenate([-second, first], axis=-1)
+        return (x * cos[:, :n] + turned * sin[:, :n]).astype(x.dtype)
 
     return [rotate_one(x) for x in heads]

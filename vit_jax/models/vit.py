@@ -17,7 +17,7 @@ from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, apply_remat
 from vit_jax.models.config import Gelu, ModelConfig, PositionsAt, ViTConfig
 from vit_jax.models.masked_patches import Corruption, MaskedPatchHead
-from vit_jax.models.positions import Table, Tokens
+from vit_jax.models.positions import Kept, SharedPositions, Table, Tokens
 from vit_jax.models.resnet import ResNet
 from vit_jax.models.taps import COLLECTION, tap, tap_array
 
@@ -118,7 +118,9 @@ class Attention(ViTModule):
     in_block: bool = True  # False: attention pooling
 
     @nn.compact
-    def __call__(self, x: Float[Array, 'b q d'], y: Float[Array, 'b n d']) -> Float[Array, 'b q d']:
+    def __call__(
+        self, x: Float[Array, 'b q d'], y: Float[Array, 'b n d'], kept: Kept | None = None
+    ) -> Float[Array, 'b q d']:
         config = self.config
         heads, size = config.num_heads, config.width // config.num_heads
         project = functools.partial(Dense, (heads, size), self.compute, use_bias=config.qkv_bias)
@@ -129,8 +131,11 @@ class Attention(ViTModule):
             if config.qk_norm:
                 query = self.normalize(query, 'query_norm')
                 key = self.normalize(key, 'key_norm')
-            if config.positions == 'rope':
-                query, key = positions.rotate((query, key), config.grid, config.num_prefix_tokens)
+            if config.positions in positions.ROTARY:
+                counts = {'class_tokens': config.num_class_tokens, 'registers': config.registers}
+                angles = positions.make_angles(config.positions, config.grid, size, **counts)
+                prefix = config.num_prefix_tokens
+                query, key = positions.rotate((query, key), angles, kept, prefix)
             if config.positions == 'relative':
                 normal, offsets = nn.initializers.normal(0.02), 2 * y.shape[1] - 1
                 relative = self.param('relative', normal, (offsets, heads, size))
@@ -181,22 +186,24 @@ class Block(ViTModule):
     """Pre-norm encoder block: x + MSA(LN(x)), then x + MLP(LN(x)) (equations 2 and 3).
 
     A parallel block computes x + MSA(y) + MLP(y) with y = LN(x) (ViT-22B, section 2). A call takes
-    the tokens, the block's `own` constants, and positions that are `shared` by all blocks.
+    the tokens, the block's `own` constants, and the positions that are `shared` by all blocks.
     """
 
     num_outputs: int | None = None  # number of leading tokens to compute; None: all
 
     @nn.compact
-    def __call__(self, x: Tokens, own: PerBlock, shared: Table | None) -> tuple[FirstTokens, None]:
+    def __call__(
+        self, x: Tokens, own: PerBlock, shared: SharedPositions
+    ) -> tuple[FirstTokens, None]:
         config, parts = self.config, (self.config, self.regularization, self.compute)
-        for table in shared, self.position_table('every_layer'):
-            x = positions.add(x, table, config.num_class_tokens)
+        for table in shared.table, self.position_table('every_layer'):
+            x = positions.add(x, table, config.num_class_tokens, shared.kept)
         x = activation_sharding.keep_sharded(x)
         y = inputs = tap_array(self, 'norm1', self.normalize(x, 'norm1'))
         if self.num_outputs is not None:
             x, inputs = (self._materialize(tokens)[:, : self.num_outputs] for tokens in (x, y))
 
-        attention = Attention(*parts, name='attention')(inputs, y)
+        attention = Attention(*parts, name='attention')(inputs, y, shared.kept)
         x = self._add_branch(x, attention, own, name='attention')
         if not config.parallel:
             inputs = tap_array(self, 'norm2', self.normalize(x, 'norm2'))
@@ -243,18 +250,20 @@ class Encoder(ViTModule):
     """The blocks, with parameters stacked along the depth, and the final norm before pooling."""
 
     @nn.compact
-    def __call__(self, x: Tokens, shared: Table | None) -> FirstTokens:
+    def __call__(self, x: Tokens, shared: SharedPositions) -> FirstTokens:
         """Encodes tokens.
 
         Args:
           x: Tokens.
-          shared: Positions that every block adds; None: no such positions.
+          shared: Positions that are the same in all blocks.
 
         Returns:
           All tokens, or only the leading ones if the heads read no others.
         """
         config = self.config
-        own = PerBlock(jnp.linspace(0, self.regularization.stochastic_depth, config.depth), None)
+        rate, kind = self.regularization.stochastic_depth, self.regularization.stochastic_depth_kind
+        first = rate if kind == 'constant' else 0
+        own = PerBlock(jnp.linspace(first, rate, config.depth), None)
         if without := config.blocks_without_skips:
             own = own._replace(has_skips=~jnp.isin(jnp.arange(config.depth), jnp.array(without)))
         # Initialization and taps need all parameters and tokens.
@@ -267,7 +276,7 @@ class Encoder(ViTModule):
             return x
         return tap_array(self, 'norm', self.normalize(x, 'norm'))
 
-    def _all_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> Tokens:
+    def _all_tokens(self, x: Tokens, own: PerBlock, shared: SharedPositions) -> Tokens:
         unroll = min(int(self.compute.unroll), self.config.depth)
         scan = nn.scan(
             apply_remat(Block, self.compute, in_loop=unroll == 1, wrap=nn.remat),
@@ -280,7 +289,7 @@ class Encoder(ViTModule):
         blocks = scan(self.config, self.regularization, self.compute, name='block')
         return blocks(x, own, shared)[0]
 
-    def _first_tokens(self, x: Tokens, own: PerBlock, shared: Table | None) -> FirstTokens:
+    def _first_tokens(self, x: Tokens, own: PerBlock, shared: SharedPositions) -> FirstTokens:
         """Like `_all_tokens`, but the last block computes only the tokens that the heads read.
 
         This saves 7 % of the multiply-adds of B/16. Dropout and stochastic depth prevent it.
@@ -382,8 +391,9 @@ class ViT(ViTModule):
             patch_head = MaskedPatchHead(config.patch_outputs, config.width, name='masked')
             if corruption is not None:
                 x = patch_head.corrupt(x, corruption)
-        x = self._embed(x)
-        x = Encoder(*parts, name='encoder')(x, self.position_table('every_layer_shared'))
+        x, kept = self._embed(x)
+        shared = SharedPositions(self.position_table('every_layer_shared'), kept)
+        x = Encoder(*parts, name='encoder')(x, shared)
         if config.patch_outputs is not None and self.is_initializing():
             patch_head(x)  # creates its parameters
         x = x[:, config.num_prefix_tokens :] if output == 'patches' else self._pool(x)
@@ -397,8 +407,12 @@ class ViT(ViTModule):
         x = x.astype(jnp.float32)
         return x if self.head is None or output == 'features' else self.head(x)
 
-    def _embed(self, x: Tokens) -> Float[Array, 'b m d']:
-        """Adds class tokens, positions and registers (equation 1). Registers have no positions."""
+    def _embed(self, x: Tokens) -> tuple[Float[Array, 'b m d'], Kept | None]:
+        """Adds class tokens, positions and registers (equation 1). Registers have no positions.
+
+        Returns:
+          The tokens, and the numbers of the patches that PatchDropout keeps; None: all.
+        """
         config, before = self.config, self.config.num_class_tokens
         zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
         cls_tokens = [self.param(n, zeros, (1, 1, config.width)) for n in ('cls', 'dist')[:before]]
@@ -406,13 +420,18 @@ class ViT(ViTModule):
             registers = self.param('registers', normal, (1, config.registers, config.width))
         x = jnp.concatenate([*(tile_over_batch(token, x) for token in cls_tokens), x], axis=1)
         x = positions.add(x, self.position_table('stem'), before)
+        kept, patches = None, x.shape[1] - before
+        if self.regularization.patch_dropout > 0:
+            count = self.regularization.num_kept(patches)
+            kept = positions.draw_kept(self.make_rng('dropout'), (len(x), patches), count)
+            x = positions.keep_patches(x, kept, before)
         x = nn.Dropout(self.regularization.dropout, deterministic=False, name='dropout')(x)
         if config.registers:
             parts = x[:, :before], tile_over_batch(registers, x), x[:, before:]
             x = jnp.concatenate(parts, axis=1)
         if config.pre_norm:
             x = self.normalize(x, 'pre_norm')
-        return tap_array(self, 'embedding', x)
+        return tap_array(self, 'embedding', x), kept
 
     def _pool(self, tokens: Tokens) -> Float[Array, '...']:
         config = self.config

@@ -57,12 +57,15 @@ def _count_operations(folder: Path, run: PlannedRun) -> float:
     """Returns the floating-point operations of a training run, as in table 6 of the ViT paper.
 
     Counts 6 per multiply-add of the forward pass, image and step, because a backward pass costs two
-    forward passes. Returns NaN if the model comes from a checkpoint.
+    forward passes. Returns NaN if the model comes from a checkpoint, or if only a part of the run
+    has PatchDropout.
     """
     steps = read_last_step(folder, run)
-    if run.config.model is None or steps is None:
+    config = run.config
+    if config.model is None or steps is None or config.patch_dropout_until is not None:
         return float('nan')
-    return 6.0 * count_multiply_adds(run.config.model) * run.config.batch_size * steps
+    per_image = count_multiply_adds(config.model, regularization=config.regularization)
+    return 6.0 * per_image * config.batch_size * steps
 
 
 def make_rows(

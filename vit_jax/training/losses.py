@@ -24,8 +24,11 @@ class LossConfig(records.Record):
 
     kind: LossKind = 'softmax'  # softmax: one class per image; sigmoid: any number of classes
     label_smoothing: float = 0.0  # fraction of the target that is spread over all classes
+    binary_targets: bool = False  # kind=sigmoid: both classes of mixed images have target 1 (DeiT)
 
     def check(self) -> None:
+        wrong = 'binary_targets: not supported by kind=softmax; expected kind=sigmoid'
+        records.require(not self.binary_targets or self.kind == 'sigmoid', wrong)
         records.require_between(self, 'label_smoothing', low=0, below=1)
 
 
@@ -49,6 +52,8 @@ def make_loss(config: LossConfig | Loss) -> Loss:
             fits = jnp.shape(losses) == expected
             records.require(fits, f'loss {records.text_of(config)}{where}: {returned}; {wanted}')
             return losses
+        if config.binary_targets:
+            targets = (targets > 0).astype(targets.dtype)
         targets = optax.smooth_labels(targets, config.label_smoothing)
         match config.kind:
             case 'softmax':

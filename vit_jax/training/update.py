@@ -129,6 +129,7 @@ def make_update(
     seed: int = 0,
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
+    late: tuple[int, Callable[..., BatchSums]] | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
@@ -145,17 +146,30 @@ def make_update(
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
+      late: A step and the function that replaces `loss_sums` from this step on; None: no change.
     """
 
-    @functools.partial(accumulate_gradients, parts=accumulation_steps)
-    def gradients(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Params, BatchSums]:
-        def total(params: Params) -> tuple[Float[Array, ''], BatchSums]:
-            batch_sums = loss_sums(stop_frozen_gradients(params), batch, key)
-            return batch_sums.sums['loss'], batch_sums
+    def make_gradients(loss_sums: Callable[..., BatchSums]) -> GradientFunction:
+        def gradients(
+            params: Params, batch: Batch, key: Key[Array, '']
+        ) -> tuple[Params, BatchSums]:
+            def total(params: Params) -> tuple[Float[Array, ''], BatchSums]:
+                batch_sums = loss_sums(stop_frozen_gradients(params), batch, key)
+                return batch_sums.sums['loss'], batch_sums
 
-        return jax.grad(total, has_aux=True)(params)
+            return jax.grad(total, has_aux=True)(params)
+
+        return accumulate_gradients(gradients, accumulation_steps)
+
+    def choose_gradients(step: Int[Array, '']) -> GradientFunction:
+        first = make_gradients(loss_sums)
+        if late is None:
+            return first
+        change, second = late[0], make_gradients(late[1])
+        return lambda *arguments: jax.lax.cond(step < change, first, second, *arguments)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        gradients = choose_gradients(state.step)
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)

@@ -75,7 +75,7 @@ def stored(path):
 @pytest.mark.parametrize('name', [marked(name) for name in READ])
 def test_what_is_written_back_are_the_same_arrays(name, tmp_path):
     network = load(name, STORED.get(name))
-    end = '.safetensors' if network.format == 'timm' else ''
+    end = '.safetensors' if network.format in ('timm', 'vit5') else ''
     vit_jax.save(network, tmp_path / f'copy{end}', network.format)
     original = stored(reference.family(name))
     kept = {key: value for key, value in original.items() if key not in network.ignored}
@@ -116,6 +116,17 @@ def test_a_siglip_without_a_head_and_a_description_is_a_siglip(tmp_path):
 def test_what_is_not_supported_is_refused_by_name(name):
     with pytest.raises(UserError, match=f'{NOT_SUPPORTED[name]}.* not supported'):
         vit_jax.load(reference.family(name))
+
+
+def test_a_vit5_with_other_frequencies_is_rejected_and_no_format_loses_its_rotation(tmp_path):
+    source = f'{reference.family("vit5")}'
+    with pytest.raises(UserError, match='timm.* positions=learned_rope'):
+        vit_jax.save(load('vit5', None), tmp_path / 'x.safetensors', 'timm')
+    name = 'blocks.1.attn.rope_reg.freqs'
+    arrays = load_file(source)
+    save_file(arrays | {name: 2 * arrays[name]}, tmp_path / 'x.safetensors')
+    with pytest.raises(UserError, match=name):
+        vit_jax.load(tmp_path / 'x.safetensors')
 
 
 def test_weights_of_quick_gelu_under_the_plain_name_ask_which(tmp_path):

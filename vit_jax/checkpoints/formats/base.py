@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
+
 from vit_jax.base import Record, records
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats.array_files import FileContents
@@ -94,6 +96,8 @@ class Format(Generic[L]):
     # For formats that are directories: the file of arrays, and the JSON files by name.
     file_name: str | None = None
     descriptions: Callable[[Any, Card, L], dict[str, dict[str, Any]]] = lambda *model: {}
+    # Returns arrays by name that files contain in addition to parameters, and that the model fixes.
+    constants: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
     positions: tuple[str, ...] = ('learned',)  # supported kinds; others are written as an array
     resnets: bool = False  # whether plain ResNets are supported; if not, functions get only ViTs
 

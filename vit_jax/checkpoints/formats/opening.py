@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from vit_jax.base import Params, UserError, plural, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
@@ -26,12 +27,13 @@ from vit_jax.checkpoints.formats.google import BIGVISION, GOOGLE
 from vit_jax.checkpoints.formats.huggingface import HUGGINGFACE, PREFIXES
 from vit_jax.checkpoints.formats.open_clip import OPEN_CLIP
 from vit_jax.checkpoints.formats.timm import TIMM
+from vit_jax.checkpoints.formats.vit5 import VIT5
 from vit_jax.checkpoints.formats.wrappers import unwrap
 from vit_jax.data import imagenet_classes
 from vit_jax.models import abstract_params
 
 # The first format that matches a file's names parses it; so bigvision comes after google.
-FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, HUGGINGFACE, OPEN_CLIP
+FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, VIT5, HUGGINGFACE, OPEN_CLIP
 # Prefixes that formats put before the names of the body.
 OWN_PREFIXES = 'visual.', 'visual.trunk.', *sorted(PREFIXES)
 OURS = 'vit_jax'  # a directory written with orbax (checkpoints/store.py)
@@ -45,7 +47,7 @@ class Checkpoint(NamedTuple):
     """An opened checkpoint whose arrays are not read yet."""
 
     path: str
-    format: str  # google, bigvision, timm, huggingface, open_clip or vit_jax
+    format: str  # google, bigvision, timm, vit5, huggingface, open_clip or vit_jax
     layout: Layout | None  # None for a vit_jax directory
     card: Card
     report: list[str]  # lines for the user: format, model, assumptions and ignored arrays
@@ -205,7 +207,13 @@ def match_arrays(
     ours, layout = tree_names.named_leaves(expected), parsed.layout
     rules = form.rules(parsed.config, layout)
     resolved = name_map.resolve(rules, parsed.config, ours, format=form.name, zeros=layout.zeros)
-    skipped = name_map.check_names(resolved, arrays, parsed.ignored)
+    constants = form.constants(parsed.config)
+    for name, value in constants.items():
+        # Files of 16-bit arrays round these.
+        is_equal = name in arrays and np.allclose(arrays[name].read(), value, rtol=1e-2)
+        require(is_equal, f'{name}: missing, or other values; expected {value}')
+    variables = {name: array for name, array in arrays.items() if name not in constants}
+    skipped = name_map.check_names(resolved, variables, parsed.ignored)
     for rule, names_in_file in resolved.items():
         function = rule.transform.to_theirs
         function = jax.vmap(function) if rule.per_layer else function

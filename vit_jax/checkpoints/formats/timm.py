@@ -23,6 +23,7 @@ from vit_jax.models import Gelu, Pool, ViTConfig
 from vit_jax.models.config import PositionResize
 
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
+VIT5 = r'blocks\.0\.attn\.rope\.freqs'  # an array that only files of ViT-5 have (vit5.py)
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 # Parts of names that only some files have: files of timm's class Eva, and Meta's DINOv2.
@@ -112,7 +113,8 @@ class _Description(base.TimmPreprocessing):
         super().check()
 
 
-def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
+def make_rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
+    """Returns the name map of these files."""
     block, ours = 'blocks.{layer0}', 'encoder/block'
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
     projections = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
@@ -310,9 +312,11 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 TIMM = Format[Layout](
     name='timm',
     suffix='.safetensors',
-    matches=lambda names: any(map(_KNOWN.fullmatch, names)),
+    matches=lambda names: (
+        any(map(_KNOWN.fullmatch, names)) and not any(re.fullmatch(VIT5, name) for name in names)
+    ),
     parse=_parse,
-    rules=_rules,
+    rules=make_rules,
     usual_layout=lambda config: _DINOV3 if config.positions == 'rope' else Layout(),
     notes=_notes,
     positions=('learned', 'rope'),

@@ -21,6 +21,7 @@ from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.models import ResNetConfig, ViTConfig
 from vit_jax.models.masked_patches import MASKED
 from vit_jax.models.model import compute_position_table, position_table_axes
+from vit_jax.models.positions import ROTARY
 
 # The file ending of each format; formats without one are directories.
 _SUFFIXES = {format.name: str(format.suffix) for format in FORMATS if not format.file_name}
@@ -115,6 +116,8 @@ def _write_arrays(
     wrong = f'head={records.text_of(config.head)}: the {form.name} format stores only linear heads'
     require(config.num_classes is None or config.head == 'linear', f'{wrong}; pass --drop_head')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
+        wrong = f'the {form.name} format cannot hold positions={config.positions}'
+        require(config.positions not in ROTARY, f'{wrong}; use format=vit_jax')
         table, own = compute_position_table(config, params), position_table_axes(config)
         kept = {name: leaf for name, leaf in params.items() if name not in own}
         params = kept | {'pos_embedding': table}
@@ -133,6 +136,7 @@ def _write_arrays(
     rules = form.rules(config, layout)
     resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=layout.zeros)
     arrays = name_map.to_theirs(resolved, ours)
+    arrays |= {name: array.astype(dtype) for name, array in form.constants(config).items()}
     files = form.descriptions(config, card, layout)
     if form.file_name or form.suffix == '.npz':
         notes += _check_round_trip(form, card, layout, arrays, files)

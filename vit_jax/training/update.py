@@ -10,6 +10,7 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
+from vit_jax.training.distillation import OUTPUTS, PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule
 
@@ -50,11 +51,16 @@ class TrainState(NamedTuple):
         rest = {'step': self.step, 'optimizer': self.opt_state}
         if self.ema_params is not None:
             rest['params'] = self.params
-        return self.eval_params, rest
+        params = dict(self.eval_params)
+        if PROJECTION in params:  # not part of the model
+            rest[PROJECTION] = params.pop(PROJECTION)
+        return params, rest
 
     @staticmethod
     def join(eval_params: Params, rest: dict[str, Any]) -> 'TrainState':
         """Inverts `split`."""
+        if PROJECTION in rest:
+            eval_params = eval_params | {PROJECTION: rest[PROJECTION]}
         if 'params' in rest:
             return TrainState(rest['step'], rest['params'], rest['optimizer'], eval_params)
         return TrainState(rest['step'], eval_params, rest['optimizer'], None)
@@ -124,7 +130,8 @@ def make_update(
     seed: int = 0,
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    teacher_outputs: Callable[..., Array] | None = None,
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
     If the loss or the gradient norm is not finite, the update is skipped: the state keeps its
@@ -140,6 +147,11 @@ def make_update(
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
+      teacher_outputs: Maps (parameters of a teacher, augmented images) to outputs, which are added
+        to the batch for `loss_sums`; None: no teacher.
+
+    Returns:
+      `update(state, batch, *teacher)`; `teacher` are the parameters of the teacher, if any.
     """
 
     @functools.partial(accumulate_gradients, parts=accumulation_steps)
@@ -150,8 +162,10 @@ def make_update(
 
         return jax.grad(total, has_aux=True)(params)
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def update(state: TrainState, batch: Batch, *teacher: Params) -> tuple[TrainState, StepMetrics]:
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
+        if teacher_outputs is not None:
+            batch = batch | {OUTPUTS: teacher_outputs(*teacher, batch['images'])}
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)

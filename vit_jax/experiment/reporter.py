@@ -218,6 +218,8 @@ def describe_run(experiment: Experiment) -> str:
         f'{count_multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
         f'compute {experiment.compute}',
     ]
+    if (teacher := config.distillation.teacher) is not None:
+        lines.append(f'teacher {teacher}, {config.distillation.kind}')
     return '\n'.join([*lines, *experiment.param_group_report])
 
 

@@ -29,7 +29,7 @@ from vit_jax.evaluation.probing import Probes, open_probes
 from vit_jax.experiment import workdirs
 from vit_jax.models import Compute, Model, ModelConfig, ViTConfig, build, count_params
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
-from vit_jax.pretrained import LoadedModel, load_teacher
+from vit_jax.pretrained import load_teacher
 from vit_jax.training import distillation
 from vit_jax.training import update as updates
 from vit_jax.training.distillation import Teaching, make_teaching
@@ -154,8 +154,7 @@ def build_experiment(
     config.distillation, loaded = load_teacher(config.distillation, train.class_names)
 
     mesh, planned = make_mesh(config, devices), devices is not None
-    options: dict[str, Any] = {'planned': planned, 'dtype': dtype, 'teacher': loaded}
-    compute = resolve_compute_on_mesh(config, model_config, mesh, **options)
+    compute = resolve_compute_on_mesh(config, model_config, mesh, planned=planned, dtype=dtype)
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
@@ -273,13 +272,7 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
 
 
 def resolve_compute_on_mesh(
-    config: TrainConfig,
-    model: ModelConfig,
-    mesh: Mesh,
-    *,
-    planned: bool,
-    dtype: Any = 'auto',
-    teacher: LoadedModel | None = None,
+    config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool, dtype: Any = 'auto'
 ) -> Compute:
     """Resolves the compute options of a model for the devices of a mesh.
 
@@ -289,7 +282,6 @@ def resolve_compute_on_mesh(
       mesh: The devices.
       planned: Whether the devices are not attached. Their memory is then taken as unlimited.
       dtype: Value for `compute.dtype=auto`; `auto`: bfloat16 on devices with fast bfloat16.
-      teacher: The teacher, which also needs memory.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
     dtype = dtype if config.compute.dtype == 'auto' else config.compute.dtype
@@ -297,8 +289,6 @@ def resolve_compute_on_mesh(
         dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     memory = math.inf if planned else _memory_without_state(config, model, mesh)
-    if teacher is not None:
-        memory -= 2 * count_params(teacher.config)  # bytes in bfloat16
     return resolve_compute(
         dataclasses.replace(config.compute, dtype=dtype),
         model,

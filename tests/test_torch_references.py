@@ -18,6 +18,7 @@ from tests.networks import assert_same_arrays, changed, loaded
 from vit_jax.base import UserError
 from vit_jax.base.tree_names import map_named, named_leaves
 from vit_jax.models import build, variant
+from vit_jax.training.distillation import Distillation, distillation_loss
 from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 
@@ -205,3 +206,47 @@ def test_lamb_is_timms_on_each_block_alone():
     for name, tensors in blocks.items():
         # Adam's bias correction 1 - b2 has a relative error of 1e-5 in float32.
         np.testing.assert_allclose(params[name], torch.stack(tensors), atol=1e-6)
+
+
+class Outputs(torch.nn.Module):
+    """A model of timm's tasks that returns parameters: logits of heads, or logits and features."""
+
+    pretrained_cfg = {'mean': (0.5, 0.5, 0.5), 'std': (0.5, 0.5, 0.5)}
+    num_classes, in_chans = 12, 3
+
+    def __init__(self, *outputs):
+        super().__init__()
+        self.outputs = torch.nn.ParameterList(map(torch.from_numpy, outputs))
+        self.forward_features = self.set_distilled_training = lambda _: None
+        self.forward_head = lambda _, pre_logits=False: self.outputs[int(pre_logits)]
+
+    def forward(self, images):
+        return self.outputs[0] if len(self.outputs) == 1 else (*self.outputs,)
+
+
+@pytest.mark.parametrize('kind', ['kl', 'token', 'token_kl', 'features'])
+def test_timms_distillation_tasks_have_the_same_gradients(kind):
+    task = pytest.importorskip('timm.task', reason='this timm has no distillation tasks')
+    rng, options = np.random.default_rng(0), {'task_loss_weight': 0.3}
+    *own, outputs = rng.normal(size=(2 if kind == 'kl' else 3, 6, 12)).astype(np.float32)
+    labels, t = rng.integers(0, 12, 6), 3.0 if 'kl' in kind else 1.0
+    student, teacher = Outputs(*own), Outputs(*[outputs] * (2 if kind == 'features' else 1))
+    options |= {'criterion': torch.nn.CrossEntropyLoss()}
+    if kind == 'features':
+        options |= {'student_feature_dim': 12, 'teacher_feature_dim': 12}
+        run = task.FeatureDistillationTask(student, teacher, **options)
+    elif kind == 'kl':
+        run = task.LogitDistillationTask(student, teacher, temperature=t, **options)
+    else:
+        options |= {'distill_type': 'soft' if 'kl' in kind else 'hard', 'temperature': t}
+        run = task.TokenDistillationTask(student, teacher, **options)
+    run(torch.zeros(6, 3, 2, 2), torch.from_numpy(labels))['loss'].backward()
+    config = Distillation(teacher='x', kind=kind, temperature=t)
+
+    def loss(own):
+        labeled = optax.softmax_cross_entropy_with_integer_labels(own[0], labels)
+        distance = distillation_loss(config, own[-1], jax.numpy.asarray(outputs))
+        return (0.3 * labeled + 0.7 * distance).mean()
+
+    for ours, theirs in zip(jax.grad(loss)(own), student.outputs, strict=True):
+        np.testing.assert_allclose(ours, theirs.grad, rtol=1e-5, atol=1e-7)  # float32 rounding

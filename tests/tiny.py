@@ -79,7 +79,10 @@ class WatchedJob(Job):
 
 
 def compiled(config: TrainConfig, devices=None):
-    """The decided experiment, its first state in its place, and its compiled update."""
+    """The decided experiment, its first state in its place, and its compiled update.
+
+    With a teacher, the update has a third argument, `*experiment.teacher`.
+    """
     experiment = build_experiment(config, devices=devices)
     state = training_run.abstract_state(experiment)
     init = jax.jit(experiment.init, out_shardings=training_run.get_shardings(state))

@@ -17,6 +17,7 @@ from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.models.config import Head
+from vit_jax.training.distillation import Distillation
 from vit_jax.training.duration import Duration, Interval
 from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
@@ -80,6 +81,7 @@ class TrainConfig(Record):
     accumulation_steps: int = 1  # number of parts of a batch for gradient accumulation
     objective: MaskedPatches | None = None  # self-supervised objective; None: classification
     loss: LossConfig | Loss = default(LossConfig)  # classification loss, or f(logits, targets)
+    distillation: Distillation = default(Distillation)  # a teacher to learn from
     optimizer: OptimizerConfig = default(OptimizerConfig)  # optimizer and param groups
     schedule: ScheduleConfig = default(ScheduleConfig)  # learning rate schedule
     regularization: Regularization = default(Regularization)  # what training drops at random
@@ -125,6 +127,8 @@ class TrainConfig(Record):
         require(not both, f'eval_split={self.eval_split!r}: not used with evals; set evals.*.split')
         if self.objective is not None:
             require(self.loss == LossConfig(), 'loss: not used with objective; leave it out')
+            wrong = 'distillation: not supported with objective; leave one of them out'
+            require(self.distillation.teacher is None, wrong)
             labeled = [name for name, one in self.evals.items() if one.labels is not None]
             wrong = f'evals.{"".join(labeled[:1])}.labels: not used with objective; leave it out'
             require(not labeled, wrong)

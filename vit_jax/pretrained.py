@@ -9,18 +9,34 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from vit_jax.base import Array, Float, Params, UInt8, UserError, require, tree_names, usable
+from vit_jax.base import (
+    Array,
+    Float,
+    Params,
+    UInt8,
+    UserError,
+    records,
+    require,
+    tree_names,
+    usable,
+)
 from vit_jax.base.records import UnresolvedFunction
 from vit_jax.checkpoints import remote, transfer
 from vit_jax.checkpoints.card import Card, Hints
+from vit_jax.checkpoints.digests import digest_model
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
+from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.transfer import has_trained_head, head_params
 from vit_jax.data.image_decoding import decode, to_rgb
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
-from vit_jax.data.sources.base import read_file
+from vit_jax.data.sources.base import match_names, read_file
+from vit_jax.distributed import meshes
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.distributed.sharding_rules import abstract_arrays, shardings_for
 from vit_jax.models import (
     Compute,
     Gelu,
@@ -32,6 +48,7 @@ from vit_jax.models import (
     with_highest_precision,
 )
 from vit_jax.models.taps import Reduction
+from vit_jax.training.distillation import Distillation, Teacher
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files, so it cannot classify; '
@@ -133,6 +150,22 @@ class LoadedModel:
         host = jax.tree.map(np.asarray, params)
         return dataclasses.replace(self, card=card, params=host, origin=())
 
+    def as_teacher(
+        self, dtype: str, mesh: Mesh, config: MeshConfig, *, abstract: bool = False
+    ) -> Teacher:
+        """Returns the model for distillation, with parameters and products of a dtype.
+
+        The parameters are sharded over the mesh like the train state, but without `config.rules`,
+        which name arrays of the trained model. With `abstract`, they stay off the devices.
+        """
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.dtype(dtype)), self.params)
+        shardings = shardings_for(params, mesh, dataclasses.replace(config, rules=()))
+        place = abstract_arrays if abstract else meshes.put
+        compute = records.from_dict(Compute, {'dtype': dtype}, where='compute')
+        model = build(self.config, compute=compute, platform=mesh.devices.flat[0].platform)
+        scale = functools.partial(normalize, preprocessing=self.preprocessing)
+        return Teacher(model, place(params, shardings), scale)
+
     @functools.cached_property
     def is_classifier(self) -> bool:
         """Whether the model has a trained head for classes."""
@@ -149,6 +182,21 @@ class LoadedModel:
             require(not classifier, _REGRESSION_HEAD)
         elif not self.is_classifier:
             raise UserError(ZERO_HEAD)
+
+    def require_classes(self, names: Sequence[str]) -> None:
+        """Raises UserError unless the model is a classifier for these classes, in this order.
+
+        Names are compared if the model and the classes have names other than numbers.
+        """
+        self.require_head()
+        count, numbers = self.config.num_classes, tuple(map(str, range(len(names))))
+        wrong = f'the checkpoint has {count} classes; expected the {len(names)} classes of the data'
+        require(count == len(names), wrong)
+        same = match_names(names, self.class_names)
+        has_names = self.class_names not in ((), numbers) and tuple(names) != numbers
+        for name, own in zip(names, self.class_names if has_names else (), strict=False):
+            wrong = f'the checkpoint has the class {own!r} where the data has {name!r}'
+            require(same.get(name) == own, f'{wrong}; expected the same classes in the same order')
 
     def preprocess(self, image: Any) -> Float[np.ndarray, 'h w c']:
         """Decodes, resizes, crops and normalizes an image for the model.
@@ -314,6 +362,41 @@ def load(
         compute=Compute(dtype=dtype),
         origin=checkpoint.origin,
     )
+
+
+def load_teacher(
+    config: Distillation, class_names: Sequence[str]
+) -> tuple[Distillation, LoadedModel | None]:
+    """Loads the teacher, if any, without a head for `kind=features`.
+
+    Args:
+      config: The teacher.
+      class_names: The classes of the data. The teacher must have the same, if its head is used.
+
+    Returns:
+      `config` with the digest of the teacher and without secrets in its path, and the teacher.
+
+    Raises:
+      UserError: If the teacher cannot be loaded, or has other classes or another digest.
+    """
+    if config.teacher is None:
+        return config, None
+    where, has_head = 'config.distillation', config.kind != 'features'
+    try:
+        teacher = load(config.teacher, num_classes='keep' if has_head else None)
+        if has_head:
+            teacher.require_classes(class_names)
+    except NeedsHint as error:
+        advice = 'write another file with vit_jax.convert, and use it as the teacher'
+        raise UserError(f'{where}.teacher: {error} ({advice})') from error
+    except UserError as error:
+        raise UserError(f'{where}.teacher={remote.redact(config.teacher)}: {error}') from error
+    params, scaling = teacher.params, teacher.preprocessing
+    digest = digest_model(teacher.config, params, preprocessing=scaling, dtype='float32')
+    wrong = f'{where}.digest: the teacher has {digest}; expected {config.digest}'
+    require(config.digest in (None, digest), f'{wrong}; use the same teacher, or set digest=none')
+    path = remote.redact(config.teacher)
+    return dataclasses.replace(config, teacher=path, digest=digest), teacher
 
 
 def _head_remarks(card: Card, params: Params) -> list[str]:

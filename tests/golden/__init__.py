@@ -13,6 +13,7 @@ import pathlib
 
 from tests import tiny
 from vit_jax.base import records
+from vit_jax.training.distillation import Distillation
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 HASHES = pathlib.Path(__file__).parent / 'hashes.txt'
@@ -68,7 +69,7 @@ def hashes():
 
 
 def small(experiment):
-    """The experiment with a stand-in for a checkpoint's model, and one unit in each stage."""
+    """The experiment without a teacher, a stand-in for a checkpoint's model, and small stages."""
     if (found := experiment.model) is None:
         size = experiment.image_size or (32, 32)
         patch = 14 if size == (518, 518) else 16
@@ -78,4 +79,4 @@ def small(experiment):
         found = dataclasses.replace(
             found, backbone=dataclasses.replace(found.backbone, blocks=blocks)
         )
-    return dataclasses.replace(experiment, model=found)
+    return dataclasses.replace(experiment, model=found, distillation=Distillation())

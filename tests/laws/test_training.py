@@ -27,10 +27,9 @@ def assert_equal_runs(workdir, expected):
     assert metrics(workdir) == metrics(expected)
 
 
-def interrupt(workdir, number, step, processes=1, values=None):
+def interrupt(workdir, number, step, **options):
     """Sends a signal to the last process at a step; returns the exit codes."""
-    how = {'processes': processes, 'values': values, 'flags': ['--heartbeat_seconds=10']}
-    with training(workdir, **how) as started:
+    with training(workdir, flags=['--heartbeat_seconds=10'], **options) as started:
         wait_for_step(workdir, step, started[0])
         started[-1].signal(number)
         return [process.wait() for process in started]
@@ -48,6 +47,17 @@ def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, tmp_pat
         assert interrupt(workdir, number, step, values=values) == [code]
     train(workdir, values=values)
     assert_equal_runs(workdir, expected)
+
+
+def test_a_run_with_a_teacher_is_killed_and_ends_with_the_same_bits(whole, tmp_path):
+    """The teacher is read again, and the map of features is part of the state."""
+    distillation = {'teacher': whole, 'kind': 'features'}
+    values = {f'distillation.{name}': value for name, value in distillation.items()}
+    values |= {'model.width': 16, 'accumulation_steps': 2}
+    train(tmp_path / 'expected', values=values)
+    assert interrupt(tmp_path / 'run', signal.SIGKILL, 50, values=values) == [-9]
+    train(tmp_path / 'run', values=values)
+    assert_equal_runs(tmp_path / 'run', tmp_path / 'expected')
 
 
 def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):

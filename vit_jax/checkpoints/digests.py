@@ -7,15 +7,32 @@ between disks and buckets. It is written last: a folder that contains it is a co
 
 import base64
 import contextlib
+import hashlib
+import itertools
 import json
 import logging
 import pathlib
 import time
+from typing import Any
 
 import google_crc32c
+import numpy as np
 from etils import epath
 
-from vit_jax.base import Path, StorageError, UserError, storage, sync, usable, write_json
+from vit_jax.base import (
+    Params,
+    Path,
+    StorageError,
+    UserError,
+    records,
+    storage,
+    sync,
+    tree_names,
+    usable,
+    write_json,
+)
+from vit_jax.data.image_preprocessing import Preprocessing
+from vit_jax.models import ModelConfig
 
 FILE, CARD = 'digests.json', 'card.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
@@ -140,3 +157,21 @@ def quarantine(folder: Path) -> Path:
             place.parent.mkdir(exist_ok=True)
             folder.rename(place)
     return place
+
+
+def digest_model(
+    config: ModelConfig, params: Params, *, preprocessing: Preprocessing, dtype: str
+) -> str:
+    """Returns a digest of architecture, parameters, pixel normalization and dtype."""
+    scaling = preprocessing.mean, preprocessing.std, dtype
+    leaves = itertools.chain(*tree_names.named_leaves(params).items())
+    return digest_values(json.dumps(records.to_dict(config)), repr(scaling), *leaves)
+
+
+def digest_values(*parts: Any) -> str:
+    """Returns a SHA-256 digest of texts and arrays."""
+    total = hashlib.sha256()
+    for part in parts:
+        data = np.asarray(part).tobytes()
+        total.update(len(data).to_bytes(8, 'little') + data)
+    return total.hexdigest()

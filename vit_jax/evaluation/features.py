@@ -4,13 +4,9 @@ The name of a cache file is a digest of model, preprocessing, and the names, lab
 images.
 """
 
-import hashlib
-import itertools
-import json
 import pathlib
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any
 
 import numpy as np
 
@@ -21,15 +17,14 @@ from vit_jax.base import (
     Params,
     UserError,
     make_folder,
-    records,
-    tree_names,
     usable,
 )
+from vit_jax.checkpoints.digests import digest_values
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.data.loading import ImageReader, count_cores
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, Watch, make_evaluator
-from vit_jax.models import Model, ModelConfig, ViTConfig, with_highest_precision
+from vit_jax.models import Model, ViTConfig, with_highest_precision
 from vit_jax.training.losses import BatchSums
 
 # Maps a reader and image indices to features (n d) in host memory; NaN for unreadable images.
@@ -84,7 +79,7 @@ def cache(features_of: FeatureFn, folder: pathlib.Path, model_digest: str) -> Fe
     ) -> Float[np.ndarray, 'n d']:
         options = reader.crop, reader.size, reader.exif_rotation
         options_text = repr((*options, reader.on_unreadable, reader.max_pixels))
-        path = folder / f'{_digest(model_digest, options_text, _digest_images(reader))}.npz'
+        path = folder / f'{digest_values(model_digest, options_text, _digest_images(reader))}.npz'
         if path.exists():
             expected = 'features written by vit_jax; remove the file'
             with usable(path, expected), np.load(path, allow_pickle=False) as file:
@@ -96,33 +91,16 @@ def cache(features_of: FeatureFn, folder: pathlib.Path, model_digest: str) -> Fe
     return read_or_compute
 
 
-def digest_model(
-    config: ModelConfig, params: Params, *, preprocessing: Preprocessing, dtype: str
-) -> str:
-    """Returns a digest of architecture, parameters, pixel normalization and dtype."""
-    scaling = preprocessing.mean, preprocessing.std, dtype
-    leaves = itertools.chain(*tree_names.named_leaves(params).items())
-    return _digest(json.dumps(records.to_dict(config)), repr(scaling), *leaves)
-
-
 def _digest_images(reader: ImageReader) -> str:
     source = reader.source
 
     def of_image(index: int) -> str:
         try:
-            return _digest(source.read(index)[0])
+            return digest_values(source.read(index)[0])
         except (ValueError, OSError):  # reported when features are computed
             return 'unreadable'
 
     names = [source.name_of(i) for i in range(len(source))]
     with futures.ThreadPoolExecutor(count_cores()) as pool:
         images = pool.map(of_image, range(len(source)))
-        return _digest(*names, source.labels, *images)
-
-
-def _digest(*parts: Any) -> str:
-    total = hashlib.sha256()
-    for part in parts:
-        data = np.asarray(part).tobytes()
-        total.update(len(data).to_bytes(8, 'little') + data)
-    return total.hexdigest()
+        return digest_values(*names, source.labels, *images)

@@ -32,12 +32,14 @@ from vit_jax.models import (
     ModelConfig,
     Regularization,
     ViTConfig,
-    abstract_params,
     build,
     count_params,
 )
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
+from vit_jax.pretrained import load_teacher
+from vit_jax.training import distillation
 from vit_jax.training import update as updates
+from vit_jax.training.distillation import make_teaching
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import (
     BatchSums,
@@ -53,7 +55,7 @@ from vit_jax.training.optimizer import check_average, count_moments, make_optimi
 from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.update import TrainState
 
-Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+Update = Callable[..., tuple[TrainState, StepMetrics]]  # (state, batch, *teacher)
 LossSumsFn = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
 
 
@@ -61,12 +63,13 @@ class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
     init(params=None) -> initial TrainState, with random parameters or the given ones
-    update(state, batch) -> (state after one step, metrics)
+    update(state, batch, *teacher) -> (state after one step, metrics)
     evaluator.evaluate(params, eval_readers[name]) -> metrics of an evaluation
     """
 
     config: TrainConfig
     start_from: Checkpoint | None  # opened `config.start_from`; its arrays are not read yet
+    teacher: tuple[Params, ...]  # frozen parameters, on the devices or abstract; (): no teacher
     mesh: Mesh
     compute: Compute  # options of computation, without `auto`
     model: Model
@@ -82,12 +85,13 @@ class Experiment(NamedTuple):
 
     @property
     def resolved_choices(self) -> dict[str, Any]:
-        """Initial checkpoint and compute options as JSON values, to compare them between hosts.
+        """Checkpoints and compute options as JSON values, to compare them between hosts.
 
-        Both are resolved on each host, so they could differ although the configuration is equal.
+        They are resolved on each host, so they could differ although the configuration is equal.
         """
         origin = list(self.start_from.origin) if self.start_from else []
-        return {'origin': origin, 'compute': records.to_dict(self.compute)}
+        teacher = self.config.distillation.digest
+        return {'origin': origin, 'teacher': teacher, 'compute': records.to_dict(self.compute)}
 
     def export_config(self) -> dict[str, Any]:
         """Returns the configuration as JSON values for the work directory.
@@ -124,7 +128,9 @@ class Experiment(NamedTuple):
         old, new = start.card, self.model.config
         classes = self.train_reader.source.class_names
         names = (old.class_names, classes) if self.config.reuse_head else None
-        return transfer(start.read(), old=old.model, new=new, fresh=fresh, class_names=names)
+        body = {name: leaf for name, leaf in fresh.items() if name != distillation.PROJECTION}
+        result = transfer(start.read(), old=old.model, new=new, fresh=body, class_names=names)
+        return result._replace(params=fresh | result.params)
 
 
 def build_experiment(
@@ -152,6 +158,8 @@ def build_experiment(
     model_config = resolve_model(config, start, len(train.class_names))
     preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
 
+    config.distillation, loaded = load_teacher(config.distillation, train.class_names)
+
     mesh, planned = make_mesh(config, devices), devices is not None
     compute = resolve_compute_on_mesh(config, model_config, mesh, planned=planned, dtype=dtype)
     if not planned:
@@ -162,15 +170,20 @@ def build_experiment(
     model = build_model(regularization=config.regularization)
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     train_sums, eval_sums = _make_loss_sums(config, model, preprocessing, train)
-    late = None
+    teacher, late = None, None
+    if loaded is not None:
+        teacher = loaded.as_teacher(compute.dtype, mesh, config.mesh, abstract=planned)
+    teaching = make_teaching(config.distillation, model, teacher, parts=config.accumulation_steps)
     if (until := config.patch_dropout_until) is not None:
         late_model = build_model(regularization=get_late_regularization(config))
         late_sums, _ = _make_loss_sums(config, late_model, preprocessing, train)
         late = length.to_steps(until), late_sums
-    init, update, report = _make_training(config, model, train_sums, length, train, late)
+    options = {'late': late, 'teacher_outputs': teaching.outputs}
+    init, update, report = _make_training(config, teaching.init, train_sums, length, train, options)
     return Experiment(
         config=config,
         start_from=start,
+        teacher=() if teacher is None else (teacher.params,),
         mesh=mesh,
         compute=compute,
         model=model,
@@ -208,6 +221,9 @@ def check_labels(config: TrainConfig, train: Source, evaluated: dict[str, Source
     if kind == 'softmax' and train.multi_label:
         text = 'images may have several classes, which the softmax loss does not support'
         problems.append(f'{data}: {text}; pass --config.loss.kind=sigmoid')
+    if train.multi_label and config.distillation.teacher and config.distillation.kind != 'features':
+        text = f'images may have several classes, which kind={config.distillation.kind} does not'
+        problems.append(f'{data}: {text} support; pass --config.distillation.kind=features')
     if kind is not None and len(train.class_names) == 1 and not train.multi_label:
         problems.append(f'{data}: got one class, {train.class_names[0]!r}; expected several')
     return problems
@@ -350,30 +366,34 @@ def _make_loss_sums(
         return sums, sums
     loss = make_loss(config.loss)
     make_sums = functools.partial(updates.make_loss_sums, model.apply, normalize=normalize_images)
+    train_sums = make_sums(loss)
+    if config.distillation.teacher is not None:
+        train_sums = distillation.make_loss_sums(config.distillation, model, loss, normalize_images)
     if train.multi_label:
-        return make_sums(loss), make_sums(loss, outputs=logits_and_targets)
-    return make_sums(loss), make_sums(with_scaled_targets(loss))
+        return train_sums, make_sums(loss, outputs=logits_and_targets)
+    return train_sums, make_sums(with_scaled_targets(loss))
 
 
 def _make_training(
     config: TrainConfig,
-    model: Model,
+    init_params: Callable[[Key[Array, '']], Params],
     loss_sums: LossSumsFn,
     length: TrainLength,
     train: Source,
-    late: tuple[int, LossSumsFn] | None,
+    options: dict[str, Any],
 ) -> tuple[Callable[..., TrainState], Update, list[str]]:
     """Returns `init`, `update` and the report of the param groups.
 
-    Raises UserError if the optimizer's options do not fit the model or the length.
+    `options` are more arguments of `make_update`. Raises UserError if the optimizer's options do
+    not fit the model or the length.
     """
     schedule = make_schedule(config.schedule, length)
-    params = abstract_params(model.config)
+    params = jax.eval_shape(init_params, jax.random.key(0))
     groups = make_param_groups(config.optimizer, params)
     optimizer = make_optimizer(config.optimizer, schedule, groups)
     with_ema = config.ema_decay is not None
     check_average(optimizer, groups, params, with_ema=with_ema)
-    init = updates.make_init(model.init, optimizer, seed=config.seed, with_ema=with_ema)
+    init = updates.make_init(init_params, optimizer, seed=config.seed, with_ema=with_ema)
     targets = functools.partial(make_targets, num_classes=len(train.class_names))
     update = updates.make_update(
         loss_sums,
@@ -384,6 +404,6 @@ def _make_training(
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
         ema_decay=config.ema_decay,
-        late=late,
+        **options,
     )
     return init, update, groups.report

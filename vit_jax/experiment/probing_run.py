@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from vit_jax.base import Path, UserError, records, write_json
+from vit_jax.checkpoints.digests import digest_model
 from vit_jax.checkpoints.transfer import remove_head, transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.loading import check_memory
@@ -73,7 +74,7 @@ def probe(
         placed = meshes.put(params, shardings)
         features_of = features.make_feature_function(evaluator, placed, watch=job.tick_each)
         if fewshot.feature_cache is not None and job.count == 1:
-            digest = features.digest_model(body, params, preprocessing=preprocessing, dtype=dtype)
+            digest = digest_model(body, params, preprocessing=preprocessing, dtype=dtype)
             features_of = features.cache(features_of, pathlib.Path(fewshot.feature_cache), digest)
         result = probing.evaluate(features_of, probes, preprocessing)
         result |= {'step': card.step, 'checkpoint': start.path} | origin

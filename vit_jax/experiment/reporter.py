@@ -236,6 +236,8 @@ def describe_run(experiment: Experiment) -> str:
         *_describe_patch_dropout(experiment),
         f'compute {experiment.compute}',
     ]
+    if (teacher := config.distillation.teacher) is not None:
+        lines.append(f'teacher {teacher}, {config.distillation.kind}')
     return '\n'.join([*lines, *experiment.param_group_report])
 
 

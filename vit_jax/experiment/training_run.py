@@ -206,12 +206,13 @@ def get_shardings(abstract: Any) -> Any:
 
 
 def lower_update(experiment: Experiment, state: TrainState) -> Any:
-    """Traces and lowers the update step, which donates its state."""
+    """Traces and lowers the update step, which donates its state, but not the teacher."""
     size, reader = experiment.config.batch_size, experiment.train_reader
     batch = loading.abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
     out_shardings = get_shardings(state), meshes.replicated(experiment.mesh)
     options = {'donate_argnums': 0, 'out_shardings': out_shardings}
-    return meshes.jit_on(experiment.update, experiment.mesh, **options).lower(state, batch)
+    step = meshes.jit_on(experiment.update, experiment.mesh, **options)
+    return step.lower(state, batch, *experiment.teacher)
 
 
 def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Evaluator]:
@@ -348,7 +349,7 @@ class TrainingRun:
         watched = profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
         with contextlib.closing(watched):
             return loop.fit(
-                self.programs.update,
+                lambda *inputs: self.programs.update(*inputs, *experiment.teacher),
                 state,
                 watched,
                 steps=steps,

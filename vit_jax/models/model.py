@@ -29,7 +29,7 @@ class Model(NamedTuple):
     - init(key) -> params
     - apply(params, images, key=None) -> logits, or features without a head. Images (b h w c) are
       normalized floats. A key enables dropout, stochastic depth and PatchDropout.
-    - features(params, images) -> input of the head
+    - features(params, images, key=None) -> input of the head
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
       of the corrupted images. Requires `patch_outputs`.
     - capture(params, images, names) -> (output of `apply`, intermediate arrays by name). The arrays
@@ -43,7 +43,7 @@ class Model(NamedTuple):
     config: ModelConfig
     init: Callable[[Key[Array, '']], Params]
     apply: Callable[..., Outputs]
-    features: Callable[[Params, Images], Outputs]
+    features: Callable[..., Outputs]
     predict_patches: Callable[..., PatchOutputs]
     capture: Callable[..., tuple[Outputs, dict[str, Any]]]
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Int, Key, UserError, require
+from vit_jax.base import Array, Bool, Float, Int, Key, Params, UserError, require
 from vit_jax.models import activation_sharding, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, apply_remat
@@ -369,6 +369,21 @@ def make_head(config: ModelConfig) -> nn.Module | None:
         zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
         return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
     raise UserError(f'model.head={config.head!r}: expected linear or f(num_classes) -> flax module')
+
+
+def apply_heads(
+    config: ModelConfig, params: Params, features: Float[Array, 'b d']
+) -> list[Float[Array, 'b k']]:
+    """Returns the logits of each head; with pool=cls_dist, there is one for each of two tokens."""
+    if not isinstance(config, ViTConfig) or config.pool != 'cls_dist':
+        parts = [(params, features)]
+    else:
+        config = dataclasses.replace(config, pool='cls')
+        halves = jnp.split(features, 2, axis=-1)
+        parts = [(params['cls'], halves[0]), (params['dist'], halves[1])]
+    head = make_head(config)
+    assert head is not None  # the parameters belong to a head
+    return [head.apply({'params': own}, half) for own, half in parts]
 
 
 class ViT(ViTModule):

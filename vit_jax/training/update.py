@@ -9,6 +9,7 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
+from vit_jax.training.distillation import OUTPUTS, PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule, average_params
 
@@ -50,11 +51,16 @@ class TrainState(NamedTuple):
         rest = {'step': self.step, 'optimizer': self.opt_state}
         if self.ema_params is not None:
             rest['params'] = self.params
-        return self.eval_params, rest
+        params = dict(self.eval_params)
+        if PROJECTION in params:  # not part of the model
+            rest[PROJECTION] = params.pop(PROJECTION)
+        return params, rest
 
     @staticmethod
     def join(eval_params: Params, rest: dict[str, Any]) -> 'TrainState':
         """Inverts `split`."""
+        if PROJECTION in rest:
+            eval_params = eval_params | {PROJECTION: rest[PROJECTION]}
         if 'params' in rest:
             return TrainState(rest['step'], rest['params'], rest['optimizer'], eval_params)
         return TrainState(rest['step'], eval_params, rest['optimizer'], None)
@@ -129,7 +135,8 @@ def make_update(
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
     late: tuple[int, Callable[..., BatchSums]] | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    teacher_outputs: Callable[..., Array] | None = None,
+) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
     If the loss or the gradient norm is not finite, the update is skipped: the state keeps its
@@ -146,6 +153,11 @@ def make_update(
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
       late: A step and the function that replaces `loss_sums` from this step on; None: no change.
+      teacher_outputs: Maps (parameters of a teacher, augmented images) to outputs, which are added
+        to the batch for `loss_sums`; None: no teacher.
+
+    Returns:
+      `update(state, batch, *teacher)`; `teacher` are the parameters of the teacher, if any.
     """
 
     def make_gradients(loss_sums: Callable[..., BatchSums]) -> GradientFunction:
@@ -167,9 +179,11 @@ def make_update(
         change, second = late[0], make_gradients(late[1])
         return lambda *arguments: jax.lax.cond(step < change, first, second, *arguments)
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def update(state: TrainState, batch: Batch, *teacher: Params) -> tuple[TrainState, StepMetrics]:
         gradients = choose_gradients(state.step)
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
+        if teacher_outputs is not None:
+            batch = batch | {OUTPUTS: teacher_outputs(*teacher, batch['images'])}
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)

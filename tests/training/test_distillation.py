@@ -1,0 +1,174 @@
+"""A student learns from a frozen teacher."""
+
+import functools
+
+import chex
+import cv2
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import vit_jax
+from tests import networks, tiny
+from vit_jax.base import UserError
+from vit_jax.base.tree_names import named_leaves
+from vit_jax.checkpoints.store import load_params
+from vit_jax.data.augmentation import Augmentation, augment
+from vit_jax.data.image_preprocessing import Preprocessing, normalize
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.experiment import training_run
+from vit_jax.experiment.build import build_experiment
+from vit_jax.models import Compute, build
+from vit_jax.planning.memory_plan import with_dummy_data
+from vit_jax.training import distillation
+from vit_jax.training.distillation import OUTPUTS, PROJECTION, Distillation, Teacher
+from vit_jax.training.losses import BatchSums, LossConfig, make_loss, make_targets
+from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+from vit_jax.training.update import TrainState, make_update
+
+RNG = np.random.default_rng(0)
+BATCH = {'images': RNG.integers(0, 256, (16, 8, 8, 3), np.uint8), 'mask': np.arange(16) != 3}
+BATCH |= {name: np.arange(16, dtype=np.int32) for name in ('epoch', 'example')}
+BATCH['labels'] = jnp.arange(16) % tiny.CLASSES
+SCALING = Preprocessing(mean=(100.0, 110.0, 120.0), std=(50.0, 60.0, 70.0))
+TARGETS = functools.partial(make_targets, num_classes=tiny.CLASSES)
+
+
+def saved(folder, config=None):
+    """The path of a teacher with another image size, normalization and width than the student."""
+    config = config or tiny.model(width=32, image_size=(16, 24))
+    path = folder / 'teacher'
+    network = networks.loaded(config, preprocessing=SCALING)
+    vit_jax.save(network, path, 'vit_jax', overwrite=True)
+    return str(path)
+
+
+def experiment(teacher, kind='kl', **changes):
+    options = Distillation(teacher=teacher, kind=kind)
+    model = tiny.model(num_classes=None, depth=1)
+    return tiny.experiment(**({'model': model, 'distillation': options} | changes))
+
+
+@pytest.mark.parametrize('parts', [1, 4])
+def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
+    """Its outputs, here mean pixels, are added to the same examples, in parts of a batch too."""
+    model = build(tiny.model())
+    model = model._replace(apply=lambda params, images: params['by'] * images.mean(axis=(1, 2)))
+    teacher = Teacher(model, {}, lambda images: images.astype(jnp.float32))
+    teaching = distillation.make_teaching(Distillation(teacher='x'), model, teacher, parts=parts)
+
+    def loss_sums(params, batch, key):
+        error = jnp.abs(batch[OUTPUTS] - 2 * batch['images'].mean(axis=(1, 2))).sum()
+        sums = {'loss': params['w'].sum(), 'error': error, 'pixels': batch['images'].sum()}
+        return BatchSums(sums, jnp.int32(4), {})
+
+    mixup = functools.partial(augment, config=Augmentation(mixup=0.5), targets_of=TARGETS)
+    sgd, options = optax.sgd(0.1), {'accumulation_steps': parts, 'augment': mixup}
+    update = make_update(loss_sums, sgd, jnp.sqrt, teacher_outputs=teaching.outputs, **options)
+    state = TrainState.initial({'w': jnp.ones(3)}, sgd)
+    _, metrics = jax.jit(update)(state, BATCH, {'by': 2.0})
+    assert metrics.sums['error'] < 1e-2  # float32 rounding of 48 numbers of about 250
+    assert metrics.sums['pixels'] != BATCH['images'].sum()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('dtype, rtol', [('float32', 1e-5), ('bfloat16', 0.05)])  # of products
+def test_a_new_student_is_as_far_from_the_teacher_as_equal_probabilities(dtype, rtol, tmp_path):
+    """Its head is zero, so KL(p || 1/k) = log k - H(p), of images that OpenCV resized."""
+    config = experiment(saved(tmp_path), compute=Compute(dtype=dtype))
+    built, state, update = tiny.compiled(config)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(built.teacher)} == {dtype}
+    _, metrics = update(state, BATCH, *built.teacher)
+    resized = np.stack([cv2.resize(np.float32(image), (24, 16)) for image in BATCH['images']])
+    p = vit_jax.load(tmp_path / 'teacher').probabilities(normalize(resized, SCALING))
+    expected = np.log(10) + (p * np.log(p)).sum(axis=-1)[BATCH['mask']].mean()
+    assert metrics.means['distillation_loss'] == pytest.approx(expected, rel=rtol)
+    assert metrics.means['task_loss'] == pytest.approx(np.log(10), rel=1e-6)
+
+
+@pytest.mark.full
+def test_devices_parts_and_sharding_change_nothing_and_the_teacher_stays(tmp_path):
+    rate = {'optimizer': OptimizerConfig(kind='sgd')}
+    rate['schedule'] = ScheduleConfig(kind='constant', learning_rate=0.1)
+    mesh = MeshConfig(fsdp=8, fsdp_min_mb=0.0, max_replicated_fraction=1.0)
+    results, teacher = [], None
+    for devices, changes in (
+        (None, {'accumulation_steps': 2, 'mesh': mesh}),
+        ([jax.devices()[0]], {}),
+    ):
+        config = experiment(saved(tmp_path), 'features', **rate, **changes)
+        built, state, update = tiny.compiled(config, devices)
+        placed = built.teacher if teacher is None else jax.device_put(teacher, devices[0])
+        assert placed[0]['embedding']['kernel'].is_fully_replicated == (teacher is not None)
+        teacher = jax.device_get(placed)
+        state, metrics = update(state, BATCH, *placed)
+        chex.assert_trees_all_equal(jax.device_get(placed), teacher)
+        results.append((jax.device_get(state.params), metrics.sums))
+    chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+
+
+def test_each_head_has_its_own_target():
+    model, params = tiny.built(tiny.model(depth=1, pool='cls_dist'))
+    scale = functools.partial(normalize, preprocessing=SCALING)
+    options = Distillation(teacher='x', kind='token'), model, make_loss(LossConfig()), scale
+    sums = distillation.make_loss_sums(*options)
+    gradient = jax.jit(jax.grad(lambda params, batch: sums(params, batch).sums['loss']))
+    others, batch = (BATCH['labels'] + 1) % 10, BATCH | {OUTPUTS: TARGETS(BATCH['labels'])}
+    changes = {}, {'labels': others}, {OUTPUTS: TARGETS(others)}
+    base, labels, outputs = (gradient(params, batch | change)['head'] for change in changes)
+    chex.assert_trees_all_equal(labels['dist'], base['dist'])
+    chex.assert_trees_all_equal(outputs['cls'], base['cls'])
+    assert not np.allclose(labels['cls']['bias'], base['cls']['bias'])
+    assert not np.allclose(outputs['dist']['bias'], base['dist']['bias'])
+
+
+@pytest.mark.full
+def test_a_checkpoint_has_only_the_student_and_its_teacher_may_not_change(tmp_path):
+    decay = OptimizerConfig(layer_decay=0.5)  # of layers below the map of features
+    config = experiment(saved(tmp_path), 'features', optimizer=decay)
+    run = training_run.train(config, str(tmp_path / 'run'))
+    start = run.experiment.init().params[PROJECTION]['kernel']
+    assert np.abs(run.state.params[PROJECTION]['kernel'] - start).max() > 1e-3
+    model = run.experiment.model
+    stored, fresh = load_params(str(tmp_path / 'run')), model.init(jax.random.key(0))
+    chex.assert_trees_all_equal_shapes(named_leaves(stored), named_leaves(fresh))
+    saved(tmp_path, tiny.model(width=32))
+    with pytest.raises(UserError, match=r'distillation\.digest'):
+        training_run.train(config, str(tmp_path / 'run'))
+
+
+def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_path):
+    config = with_dummy_data(experiment(saved(tmp_path)), num_classes=10, num_images=100)
+    built = build_experiment(config, devices=jax.devices())
+    lowered = training_run.lower_update(built, training_run.abstract_state(built))
+    state, _, teacher = lowered.args_info[0]
+    assert all(leaf.donated for leaf in jax.tree.leaves(state))
+    assert not any(leaf.donated for leaf in jax.tree.leaves(teacher))
+    assert len(jax.tree.leaves(teacher)) == len(jax.tree.leaves(*built.teacher))
+
+
+@pytest.mark.parametrize(
+    'kind, model, changes, message',
+    [
+        ('kl', tiny.model(num_classes=7), {}, '7 classes'),
+        ('kl', tiny.model(num_classes=None), {}, 'no head'),
+        ('token', tiny.model(), {}, 'kind=token.*cls_dist'),
+        ('features', tiny.model(pool='none', num_classes=None), {}, 'pool=none'),
+        ('kl', tiny.model(), {'objective': MaskedPatches()}, 'distillation'),
+    ],
+)
+def test_what_does_not_fit_is_rejected(kind, model, changes, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        build_experiment(experiment(saved(tmp_path, model), kind, **changes))
+
+
+def test_classes_are_compared_by_name_and_order():
+    names = tuple('abcdefghij')
+    network = networks.loaded(tiny.model(), class_names=names)
+    network.require_classes(names)
+    network.require_classes([str(number) for number in range(10)])  # no names
+    with pytest.raises(UserError, match="'b'.*'x'"):
+        network.require_classes(['a', 'x', *names[2:]])

@@ -1,0 +1,183 @@
+"""Distillation: the model learns from the outputs of a frozen teacher, in addition to the labels.
+
+Each step computes the outputs of the teacher once, for the augmented images that the model gets
+("Knowledge distillation: A good teacher is patient and consistent", Beyer et al. 2022), and adds
+them to the batch, in which they are targets like the labels.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, NamedTuple, assert_never
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.microbatching import AccumulationType
+
+from vit_jax.base import Array, Batch, Float, Key, Num, Params, records
+from vit_jax.models import Model, ModelConfig, apply_heads, build
+from vit_jax.training.losses import BatchSums, Loss, example_metrics, make_targets, sum_examples
+
+OUTPUTS = 'teacher'  # name of the teacher's outputs in a batch
+PROJECTION = 'teacher_projection'  # name of the linear map of features in the parameters
+Normalize = Callable[[Array], Float[Array, 'b h w c']]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Distillation(records.Record):
+    """A teacher, and how the model learns from it.
+
+    The loss is `task_weight` times the loss for the labels (`config.loss`), plus 1 - `task_weight`
+    times the distillation loss. With logits z and temperature t, `kl` is
+    t^2 KL(softmax(z_teacher / t) || softmax(z / t)) (Hinton et al. 2015), and `hard` is the
+    cross-entropy with the class that the teacher predicts. `token` and `token_kl` are the same for
+    the head of the distillation token, while the other head learns the labels (DeiT, section 4).
+    `features` is the mean squared difference between the inputs of the teacher's head and a trained
+    linear map of the inputs of the model's head.
+    """
+
+    teacher: str | None = None  # checkpoint of the teacher, in any format; None: no teacher
+    digest: str | None = None  # SHA-256 of the teacher, recorded by a run; None: not compared
+    kind: Literal['kl', 'hard', 'token', 'token_kl', 'features'] = (
+        'kl'  # kl: probabilities; hard: predicted class; token, token_kl: hard and kl for the head
+        # of the distillation token (pool=cls_dist); features: inputs of the heads
+    )
+    task_weight: float = 0.5  # weight of the loss for the labels; 1 - task_weight: distillation
+    temperature: float = 1.0  # divides the logits in kl and token_kl
+
+    def check(self) -> None:
+        records.require_between(self, 'task_weight', low=0, below=1)
+        records.require_between(self, 'temperature', above=0)
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        wrong = f'{"".join(changed[:1])}: not used without a teacher; set teacher=CHECKPOINT'
+        records.require(self.teacher is not None or not changed, wrong)
+        wrong = f'temperature={self.temperature:g}: not used with kind={self.kind}; leave it out'
+        records.require(self.temperature == 1 or self.kind in ('kl', 'token_kl'), wrong)
+        wrong = f'task_weight=0: expected more than 0 with kind={self.kind}, to train both heads'
+        records.require(self.task_weight > 0 or 'token' not in self.kind, wrong)
+
+
+class Teacher(NamedTuple):
+    """A frozen model whose outputs are learned."""
+
+    model: Model
+    params: Params  # on the devices, or abstract
+    normalize: Normalize  # maps images with pixels from 0 to 255 to the input of the model
+
+
+class Teaching(NamedTuple):
+    """What a teacher changes in training.
+
+    init(key) -> parameters of the student, with a map of its features for `kind=features`
+    outputs(teacher's parameters, augmented images) -> logits or features; None: no teacher
+    """
+
+    init: Callable[[Key[Array, '']], Params]
+    outputs: Callable[[Params, Array], Float[Array, 'b k']] | None
+
+
+def make_teaching(
+    config: Distillation, student: Model, teacher: Teacher | None, *, parts: int
+) -> Teaching:
+    """Makes the functions with which a student learns from a teacher.
+
+    The linear map of `kind=features` is trained with the student, but is not part of it:
+    `TrainState.split` stores it separately. timm has the map only if the widths differ, but it also
+    helps if they are equal ("Improved Feature Distillation via Projector Ensemble").
+
+    Args:
+      config: The kind of distillation.
+      student: The model to train.
+      teacher: The teacher; None: no teacher.
+      parts: Number of parts of the batch, which are computed one after the other.
+
+    Raises:
+      UserError: If a model does not fit the kind of distillation.
+    """
+    if teacher is None:
+        return Teaching(student.init, None)
+    wrong = f'config.distillation.kind={config.kind}: the model has no distillation token'
+    fits = 'token' not in config.kind or getattr(student.config, 'pool', None) == 'cls_dist'
+    records.require(fits, f'{wrong}; expected model.pool=cls_dist')
+    model, has_features = teacher.model, config.kind == 'features'
+    forward, size = model.features if has_features else model.apply, model.config.image_size
+    widths = [_feature_width(each.config) for each in (student, model) if has_features]
+
+    def init(key: Key[Array, '']) -> Params:
+        kernel = jax.nn.initializers.lecun_normal()(jax.random.fold_in(key, 0), widths)
+        return student.init(key) | {PROJECTION: {'kernel': kernel, 'bias': jnp.zeros(widths[1])}}
+
+    def outputs(params: Params, images: Num[Array, 'b h w c']) -> Float[Array, 'b k']:
+        def part(images: Num[Array, 'b h w c']) -> Float[Array, 'b k']:
+            if images.shape[1:3] != size:
+                shape = len(images), *size, images.shape[3]
+                images = jax.image.resize(images.astype(jnp.float32), shape, 'bilinear')
+            return forward(params, teacher.normalize(images))
+
+        if parts == 1:
+            return part(images)
+        length, concatenate = len(images) // parts, AccumulationType.CONCAT
+        return optax.microbatch(part, 0, microbatch_size=length, accumulator=concatenate)(images)
+
+    return Teaching(init if has_features else student.init, outputs)
+
+
+def _feature_width(config: ModelConfig) -> int:
+    """Returns the width of the features. Raises UserError if an image has several vectors."""
+    model, shape = build(config), (1, *config.image_size, config.channels)
+    key, image = jax.random.key(0), jax.ShapeDtypeStruct(shape, jnp.float32)
+    features = jax.eval_shape(lambda image: model.features(model.init(key), image), image)
+    wrong = 'config.distillation.kind=features: a model with pool=none has features per token'
+    records.require(features.ndim == 2, f'{wrong}; expected one vector per image')
+    return features.shape[1]
+
+
+def make_loss_sums(
+    config: Distillation, model: Model, loss: Loss, normalize: Normalize
+) -> Callable[..., BatchSums]:
+    """Makes the function that computes loss and metrics of training with a teacher.
+
+    Args:
+      config: The kinds and weights of the losses.
+      model: The model to train.
+      loss: Maps (logits, targets) to the loss for the labels, one per example.
+      normalize: Maps images with pixels from 0 to 255 to the input of the model.
+
+    Returns:
+      `loss_sums(params, batch, key=None)`, like `make_loss_sums` of update.py. The batch has the
+      teacher's outputs. The metrics have both losses; accuracy is measured on the labels.
+    """
+
+    def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
+        features = model.features(params, normalize(batch['images']), key)
+        heads = apply_heads(model.config, params['head'], features)
+        logits = jnp.stack(heads).mean(axis=0)
+        targets = make_targets(batch['labels'], logits.shape[-1])
+        task_logits, student = heads if 'token' in config.kind else (logits, logits)
+        if config.kind == 'features':
+            student = features @ params[PROJECTION]['kernel'] + params[PROJECTION]['bias']
+        task = loss(task_logits, targets)
+        distance = distillation_loss(config, student, batch[OUTPUTS])
+        total = config.task_weight * task + (1 - config.task_weight) * distance
+        values = {'loss': total, 'task_loss': task, 'distillation_loss': distance}
+        return sum_examples(values | example_metrics(logits, targets), batch['mask'])
+
+    return loss_sums
+
+
+def distillation_loss(
+    config: Distillation, student: Float[Array, 'b k'], teacher: Float[Array, 'b k']
+) -> Float[Array, 'b']:
+    """Computes the distillation loss of each example from logits, or from features."""
+    match config.kind:
+        case 'kl' | 'token_kl':
+            logs = (jax.nn.log_softmax(z / config.temperature) for z in (student, teacher))
+            return config.temperature**2 * optax.losses.kl_divergence_with_log_targets(*logs)
+        case 'hard' | 'token':
+            labels = teacher.argmax(axis=-1)
+            return optax.softmax_cross_entropy_with_integer_labels(student, labels)
+        case 'features':
+            return jnp.square(student - teacher).mean(axis=-1)
+        case other:
+            assert_never(other)

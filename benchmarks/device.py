@@ -9,6 +9,7 @@ The parts run in this order:
 - profile: the 30 slowest kernels of a step of B/16, with bytes and operations if they are known
 - files: B/16 from JPEG files (--photos=FOLDER; without it, from generated files)
 - cifar10: the hybrid on CIFAR-10 (--cifar10=FOLDER), and the accuracy that it reaches
+- distillation: S/16 with a teacher B/16, next to S/16 alone and a forward pass of B/16
 - options: B/16 with options of XLA, one at a time
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
 
@@ -44,6 +45,7 @@ LIMITS = {
     'profile': 60,
     'files': 60,
     'cifar10': 100,
+    'distillation': 60,
     'options': 100,
     'attention': 60,
 }

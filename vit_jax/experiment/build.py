@@ -152,7 +152,6 @@ def build_experiment(
     preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
 
     config.distillation, loaded = load_teacher(config.distillation, train.class_names)
-
     mesh, planned = make_mesh(config, devices), devices is not None
     compute = resolve_compute_on_mesh(config, model_config, mesh, planned=planned, dtype=dtype)
     if not planned:
@@ -372,15 +371,15 @@ def _make_training(
     with_ema = config.ema_decay is not None
     init = updates.make_init(teaching.init, optimizer, seed=config.seed, with_ema=with_ema)
     targets = functools.partial(make_targets, num_classes=len(train.class_names))
+    augmented = functools.partial(augment, config=config.augmentation, targets_of=targets)
     update = updates.make_update(
         sums,
         optimizer,
         schedule,
-        augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
+        augment=distillation.with_outputs(augmented, teaching),
         stop_frozen_gradients=groups.stop_frozen_gradients,
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
         ema_decay=config.ema_decay,
-        teacher_outputs=teaching.outputs,
     )
     return init, update, groups.report

@@ -11,6 +11,7 @@ The parts run in this order:
 - cifar10: the ViT and the hybrid of configs/pretrain/cifar10_gpu.py (--cifar10=FOLDER), and the
   accuracies that they reach; complete only with --only=cifar10 --minutes=12
 - optimizers: B/16 and L/16 with Muon, next to AdamW
+- distillation: S/16 with a teacher B/16, next to S/16 alone and a forward pass of B/16
 - options: B/16 with options of XLA, one at a time
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
 
@@ -47,6 +48,7 @@ LIMITS = {
     'files': 60,
     'cifar10': 100,
     'optimizers': 100,
+    'distillation': 60,
     'options': 100,
     'attention': 60,
 }

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import cv2
 import jax
@@ -29,12 +29,24 @@ from benchmarks.peer_programs import SCAN, Workload
 from benchmarks.step_program import Kernel, list_kernels
 from configs.pretrain import cifar10_gpu, cifar10_hybrid
 from vit_jax.base.array_types import Array
+from vit_jax.checkpoints.card import Card
 from vit_jax.data.augmentation import Augmentation
-from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing
 from vit_jax.data.loading import LoaderConfig, count_cores
-from vit_jax.models import Backbone, Compute, ModelConfig, ResNetConfig, ViTConfig, variant
+from vit_jax.models import (
+    Backbone,
+    Compute,
+    ModelConfig,
+    ResNetConfig,
+    ViTConfig,
+    abstract_params,
+    build,
+    variant,
+)
 from vit_jax.models.attention import Implementation, attend, supports_cudnn
 from vit_jax.training.optimizer import OptimizerConfig
+from vit_jax.pretrained import LoadedModel, save
+from vit_jax.training.distillation import Distillation
 
 ROOT = pathlib.Path(__file__).parents[1]
 CLASSES = 1000
@@ -81,13 +93,14 @@ class RunningStep:
 
     step: Any
     state: Any
+    teacher: tuple[Any, ...] = ()  # its parameters, or ()
     metrics: Any = None
 
     def run_steps(self, steps: int, batches: Iterator[Any]) -> float:
         """Runs steps, and returns the mean seconds per step."""
         began = time.perf_counter()
         for _ in range(steps):
-            self.state, self.metrics = self.step(self.state, next(batches))
+            self.state, self.metrics = self.step(self.state, next(batches), *self.teacher)
         jax.block_until_ready(self.metrics)
         return (time.perf_counter() - began) / steps
 
@@ -103,8 +116,8 @@ def measure(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = N
     began = time.perf_counter()
     compiled = traced.lowered.compile(options)
     compile_seconds = time.perf_counter() - began
-    state, batch = traced.make_inputs()
-    running, batches = RunningStep(compiled, state), repeat(batch)
+    state, batch, *teacher = traced.make_inputs()
+    running, batches = RunningStep(compiled, state, (*teacher,)), repeat(batch)
     running.run_steps(3, batches)
     seconds = min(running.run_steps(max(1, steps // 2), batches) for _ in range(2))
     return {
@@ -408,6 +421,46 @@ def part_options(options: dict[str, Any]) -> None:
         base = base or numbers['images_per_second']
         ratio = numbers['images_per_second'] / base
         emit(f'{name:<50}{ratio:6.3f} {describe(numbers)}', name=name, ratio=ratio, **numbers)
+
+
+def part_distillation(options: dict[str, Any]) -> None:
+    """Compares a step with a teacher to a step without, plus a forward pass of the teacher."""
+    student, teacher, batch_size = variant('S/16'), variant('B/16', num_classes=CLASSES), 256
+    if on_cpu():
+        student, batch_size = TINY, 8
+        teacher = dataclasses.replace(TINY, width=96, num_classes=CLASSES)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: 0.02 * rng.normal(size=leaf.shape).astype(np.float32), abstract_params(teacher)
+    )
+    card = Card(model=teacher, grid=teacher.grid, preprocessing=Preprocessing())
+    dtype: Literal['float32', 'bfloat16'] = 'float32' if on_cpu() else 'bfloat16'
+    model = build(teacher, compute=Compute(dtype=dtype))
+    images = jnp.zeros((batch_size, *teacher.image_size, 3))
+    placed = jax.device_put(jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params))
+    forward = jax.jit(model.apply)
+    jax.block_until_ready(forward(placed, images))
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        logits = forward(placed, images)
+    jax.block_until_ready(logits)
+    forward_ms = 1e3 * (time.perf_counter() - began) / STEPS
+    with tempfile.TemporaryDirectory() as folder:
+        save(LoadedModel(card, params), f'{folder}/teacher', 'vit_jax')
+        results = {}
+        for path in None, f'{folder}/teacher':
+            config = make_config(student, batch_size, distillation=Distillation(teacher=path))
+            results[path is None] = measure(trace_step(config, num_classes=CLASSES))
+    alone, taught = results[True]['step_ms'], results[False]['step_ms']
+    ratio = taught / (alone + forward_ms)
+    emit(
+        f'{taught:.2f} ms per step with a teacher, {alone:.2f} ms without, {forward_ms:.2f} ms '
+        f'forward pass of the teacher; ratio {ratio:.3f}',
+        taught=results[False],
+        alone=results[True],
+        forward_ms=forward_ms,
+        ratio=ratio,
+    )
 
 
 def part_attention(options: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
     experiment: Experiment
     lowered: Any
-    make_inputs: Callable[[], tuple[Any, Any]]  # the initial state and a batch, on the devices
+    make_inputs: Callable[[], tuple[Any, ...]]  # initial state, batch, teacher if any; on devices
 
 
 def make_config(model: ModelConfig, batch_size: int, **changes: Any) -> TrainConfig:
@@ -58,7 +58,7 @@ def trace_step(
         with ahead_of_time.assume_cudnn():
             lowered = training_run.lower_update(experiment, state)
 
-    def make_inputs() -> tuple[Any, Any]:
+    def make_inputs() -> tuple[Any, ...]:
         rng, order = np.random.default_rng(0), np.arange(config.batch_size, dtype=np.int32)
         shape = config.batch_size, *experiment.model.config.image_size, 3
         batch = {
@@ -71,6 +71,7 @@ def trace_step(
         shardings = training_run.get_shardings(state)
         init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
         initial = jax.block_until_ready(init())
-        return initial, jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
+        placed = jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
+        return initial, placed, *experiment.teacher
 
     return Step(experiment, lowered, make_inputs)

@@ -1,9 +1,9 @@
 """Distills the model of the quickstart into one of a quarter of its width.
 
-Paper: "Knowledge distillation: A good teacher is patient and consistent": the student learns the
-teacher's probabilities for the same augmented images, without labels, with MixUp.
-Result: not run yet.
-Cost: not measured yet.
+Paper: "Distilling the Knowledge in a Neural Network": half of the loss is the divergence from the
+teacher's probabilities at temperature 2, half the cross-entropy with the labels.
+Result: 94.6 +- 1.8 % test accuracy with 3 seeds; 94.5 +- 1.3 % without a teacher (docs/training.md).
+Cost: The training takes 1 to 2 minutes on a busy machine with 2 CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/digits_distill.py:/tmp/vit/quickstart \
              --workdir=DIR
 """
@@ -12,7 +12,6 @@ import dataclasses
 
 from vit_jax.config import TrainConfig
 from vit_jax.configs import quickstart
-from vit_jax.data.augmentation import Augmentation
 from vit_jax.models import ViTConfig
 from vit_jax.training.distillation import Distillation
 from vit_jax.training.losses import LossConfig
@@ -23,9 +22,8 @@ def get_config(teacher: str = '/tmp/vit/quickstart') -> TrainConfig:
     config = quickstart.get_config()
     assert isinstance(config.model, ViTConfig)
     config.model = dataclasses.replace(config.model, width=16, mlp_dim=64, num_heads=1)
-    config.augmentation = Augmentation(shift_pixels=1, mixup=1.0)
     config.batch_size = 64
     config.loss = LossConfig()
-    config.distillation = Distillation(teacher=teacher, task_weight=0.0)
+    config.distillation = Distillation(teacher=teacher, temperature=2.0)
     config.fewshot = None
     return config

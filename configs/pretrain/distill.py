@@ -39,7 +39,7 @@ def get_config(name: str = 'bit_i1k') -> TrainConfig:
         eval_split='validation',
         augmentation=Augmentation(crop=InceptionCrop(), flip=True, mixup=1.0),
         distillation=Distillation(teacher=DEIT.get(name, BIT), task_weight=0.0),
-        total=Duration(epochs=1200),
+        total=Duration(epochs=1200.0),
         batch_size=4096,
         optimizer=OptimizerConfig(
             weight_decay=decay / rate, clip_norm=1.0, moment_dtype='bfloat16'
@@ -54,5 +54,5 @@ def get_config(name: str = 'bit_i1k') -> TrainConfig:
         return config
     config.train_split = 'train[:99%]'
     config.start_from, config.reuse_head, config.image_size = DEIT[name], True, (240, 240)
-    config.total, config.batch_size = Duration(epochs=90), 1024
+    config.total, config.batch_size = Duration(epochs=90.0), 1024
     return config

@@ -66,8 +66,8 @@ def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
         return BatchSums(sums, jnp.int32(4), {})
 
     mixup = functools.partial(augment, config=Augmentation(mixup=0.5), targets_of=TARGETS)
-    sgd, options = optax.sgd(0.1), {'accumulation_steps': parts, 'augment': mixup}
-    update = make_update(loss_sums, sgd, jnp.sqrt, teacher_outputs=teaching.outputs, **options)
+    sgd, taught = optax.sgd(0.1), distillation.with_outputs(mixup, teaching)
+    update = make_update(loss_sums, sgd, jnp.sqrt, augment=taught, accumulation_steps=parts)
     state = TrainState.initial({'w': jnp.ones(3)}, sgd)
     _, metrics = jax.jit(update)(state, BATCH, {'by': 2.0})
     assert metrics.sums['error'] < 1e-2  # float32 rounding of 48 numbers of about 250

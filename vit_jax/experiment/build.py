@@ -159,7 +159,6 @@ def build_experiment(
     preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
 
     config.distillation, loaded = load_teacher(config.distillation, train.class_names)
-
     mesh, planned = make_mesh(config, devices), devices is not None
     compute = resolve_compute_on_mesh(config, model_config, mesh, planned=planned, dtype=dtype)
     if not planned:
@@ -178,8 +177,7 @@ def build_experiment(
         late_model = build_model(regularization=get_late_regularization(config))
         late_sums, _ = _make_loss_sums(config, late_model, preprocessing, train)
         late = length.to_steps(until), late_sums
-    options = {'late': late, 'teacher_outputs': teaching.outputs}
-    init, update, report = _make_training(config, teaching.init, train_sums, length, train, options)
+    init, update, report = _make_training(config, teaching, train_sums, length, train, late)
     return Experiment(
         config=config,
         start_from=start,
@@ -376,34 +374,34 @@ def _make_loss_sums(
 
 def _make_training(
     config: TrainConfig,
-    init_params: Callable[[Key[Array, '']], Params],
+    teaching: Teaching,
     loss_sums: LossSumsFn,
     length: TrainLength,
     train: Source,
-    options: dict[str, Any],
+    late: tuple[int, LossSumsFn] | None,
 ) -> tuple[Callable[..., TrainState], Update, list[str]]:
     """Returns `init`, `update` and the report of the param groups.
 
-    `options` are more arguments of `make_update`. Raises UserError if the optimizer's options do
-    not fit the model or the length.
+    Raises UserError if the optimizer's options do not fit the model or the length.
     """
     schedule = make_schedule(config.schedule, length)
-    params = jax.eval_shape(init_params, jax.random.key(0))
+    params = jax.eval_shape(teaching.init, jax.random.key(0))
     groups = make_param_groups(config.optimizer, params)
     optimizer = make_optimizer(config.optimizer, schedule, groups)
     with_ema = config.ema_decay is not None
     check_average(optimizer, groups, params, with_ema=with_ema)
-    init = updates.make_init(init_params, optimizer, seed=config.seed, with_ema=with_ema)
+    init = updates.make_init(teaching.init, optimizer, seed=config.seed, with_ema=with_ema)
     targets = functools.partial(make_targets, num_classes=len(train.class_names))
+    augmented = functools.partial(augment, config=config.augmentation, targets_of=targets)
     update = updates.make_update(
         loss_sums,
         optimizer,
         schedule,
-        augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
+        augment=distillation.with_outputs(augmented, teaching),
         stop_frozen_gradients=groups.stop_frozen_gradients,
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
         ema_decay=config.ema_decay,
-        **options,
+        late=late,
     )
     return init, update, groups.report

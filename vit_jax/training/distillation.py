@@ -77,6 +77,18 @@ class Teaching(NamedTuple):
     outputs: Callable[[Params, Array], Float[Array, 'b k']] | None
 
 
+def with_outputs(augment: Callable[..., Batch], teaching: Teaching) -> Callable[..., Batch]:
+    """Returns `augment` with a third argument, the teacher, whose outputs it adds to the batch."""
+    if (outputs := teaching.outputs) is None:
+        return augment
+
+    def augmented(key: Key[Array, ''], batch: Batch, teacher: Params) -> Batch:
+        batch = augment(key, batch)
+        return batch | {OUTPUTS: outputs(teacher, batch['images'])}
+
+    return augmented
+
+
 def make_teaching(
     config: Distillation, student: Model, teacher: Teacher | None, *, parts: int
 ) -> Teaching:

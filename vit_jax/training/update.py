@@ -9,7 +9,7 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
-from vit_jax.training.distillation import OUTPUTS, PROJECTION
+from vit_jax.training.distillation import PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule, average_params
 
@@ -129,13 +129,12 @@ def make_update(
     optimizer: optax.GradientTransformation,
     schedule: Schedule,
     *,
-    augment: Callable[[Key[Array, ''], Batch], Batch] = lambda key, batch: batch,
+    augment: Callable[..., Batch] = lambda key, batch: batch,
     stop_frozen_gradients: Callable[[Params], Params] = lambda params: params,
     seed: int = 0,
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
     late: tuple[int, Callable[..., BatchSums]] | None = None,
-    teacher_outputs: Callable[..., Array] | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
@@ -146,15 +145,14 @@ def make_update(
       loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`).
       optimizer: Transforms the gradient of the mean loss into an update.
       schedule: The optimizer's schedule, for the metric `learning_rate`.
-      augment: Maps (key, batch) to an augmented batch. The key is the same at each step.
+      augment: Maps (key, batch, *teacher) to an augmented batch, with the outputs of the teacher if
+        there is one. The key is the same at each step.
       stop_frozen_gradients: Applies stop_gradient to frozen parameters (see `ParamGroups`).
       seed: Seed of the keys of augmentation and dropout.
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
       late: A step and the function that replaces `loss_sums` from this step on; None: no change.
-      teacher_outputs: Maps (parameters of a teacher, augmented images) to outputs, which are added
-        to the batch for `loss_sums`; None: no teacher.
 
     Returns:
       `update(state, batch, *teacher)`; `teacher` are the parameters of the teacher, if any.
@@ -181,9 +179,7 @@ def make_update(
 
     def update(state: TrainState, batch: Batch, *teacher: Params) -> tuple[TrainState, StepMetrics]:
         gradients = choose_gradients(state.step)
-        batch = augment(make_purpose_key(seed, AUGMENT), batch)
-        if teacher_outputs is not None:
-            batch = batch | {OUTPUTS: teacher_outputs(*teacher, batch['images'])}
+        batch = augment(make_purpose_key(seed, AUGMENT), batch, *teacher)
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)

@@ -33,6 +33,7 @@ from vit_jax.models import ViTConfig
 from vit_jax.training.duration import Duration
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+from vit_jax.training.sharpness import Sam
 
 
 def base(**changes):
@@ -73,6 +74,10 @@ CHANGES = [
     ('optimizer.momentum', 0.5, base(optimizer=OptimizerConfig(kind='sgd'))),
     ('optimizer.clip_norm', 0.1, base()),
     ('optimizer.moment_dtype', 'bfloat16', base()),
+    ('optimizer.sharpness', Sam(), base()),
+    ('optimizer.sharpness.rho', 0.1, base(optimizer=OptimizerConfig(sharpness=Sam()))),
+    ('optimizer.sharpness.rho_min', 0.01, base(optimizer=OptimizerConfig(sharpness=Sam()))),
+    ('optimizer.sharpness.alpha', 0.5, base(optimizer=OptimizerConfig(sharpness=Sam()))),
     ('optimizer.weight_decay', 0.2, base()),
     ('optimizer.head_weight_decay', 3.0, base()),
     ('optimizer.decay_pattern', '.*', base()),
@@ -187,6 +192,7 @@ def test_another_value_is_another_program_or_batch(field, value, config):
 def test_the_same_values_are_the_same_programs_and_batches():
     """Of what is compared above: nothing in it is new each time."""
     assert [*effects(base())] == [*effects(base())]
+    assert [*effects(changed(base(), 'optimizer.sharpness', Sam(rho=0.0)))] == before(base())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import optax
 from vit_jax.base import Array, Float, Int, plural, records, tree_names
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig
+from vit_jax.training.sharpness import Sam
 
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
 Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
@@ -79,6 +80,7 @@ class OptimizerConfig(ParamGroupsConfig):
     momentum: float | None = None  # momentum (sgd); None: default
     clip_norm: float | None = None  # maximum global norm of the gradient; None: no clipping
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of first moment or momentum
+    sharpness: Sam | None = None  # sharpness-aware minimization (SAM, GSAM); None: plain gradient
 
     def check(self) -> None:
         super().check()

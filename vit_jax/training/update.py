@@ -12,6 +12,7 @@ from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule
+from vit_jax.training.sharpness import Sharpener
 
 GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
 
@@ -39,6 +40,11 @@ class TrainState(NamedTuple):
         """
         average = jax.tree.map(jnp.copy, params) if with_ema else None
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), average)
+
+    def restart_from(self, params: Params) -> 'TrainState':
+        """Returns the state with other parameters, also as their average."""
+        average = None if self.ema_params is None else jax.tree.map(jnp.copy, params)
+        return self._replace(params=params, ema_params=average)
 
     @property
     def eval_params(self) -> Params:
@@ -124,6 +130,7 @@ def make_update(
     seed: int = 0,
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
+    sharpen: Sharpener | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
@@ -140,6 +147,9 @@ def make_update(
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
+      sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Both
+        passes have the same batch and dropout. Loss and metrics belong to the first pass,
+        `gradient_norm` to the gradient that the optimizer gets.
     """
 
     @functools.partial(accumulate_gradients, parts=accumulation_steps)
@@ -152,9 +162,16 @@ def make_update(
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
-        total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
+        key = key_for(seed, DROP, state.step)
+        total, (sums, examples, _) = gradients(state.params, batch, key)
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
+        if sharpen is not None:
+
+            def mean_gradient(params: Params) -> Params:
+                return jax.tree.map(lambda g: g / count, gradients(params, batch, key)[0])
+
+            gradient = sharpen(mean_gradient, state.params, gradient, state.step)
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

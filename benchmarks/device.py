@@ -9,7 +9,7 @@ The parts run in this order:
 - profile: the 30 slowest kernels of a step of B/16, with bytes and operations if they are known
 - files: B/16 from JPEG files (--photos=FOLDER; without it, from generated files)
 - cifar10: the hybrid on CIFAR-10 (--cifar10=FOLDER), and the accuracy that it reaches
-- options: B/16 with options of XLA, one at a time
+- options: B/16 with options of XLA, one at a time, and with SAM
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
 
 Each part is a process with a time limit, so a part that fails or hangs does not stop the others.

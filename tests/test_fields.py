@@ -45,6 +45,7 @@ def with_mesh(**values):
     return base(mesh=MeshConfig(**({'fsdp': 8, 'fsdp_min_mb': 0.0001} | values)))
 
 
+SHARP = base(optimizer=OptimizerConfig(sharpness=Sam()))
 MIXED = Augmentation(randaugment=RandAugment(layers=1))
 # The field, another value for it, and the experiment in which it matters.
 CHANGES = [
@@ -75,9 +76,7 @@ CHANGES = [
     ('optimizer.clip_norm', 0.1, base()),
     ('optimizer.moment_dtype', 'bfloat16', base()),
     ('optimizer.sharpness', Sam(), base()),
-    ('optimizer.sharpness.rho', 0.1, base(optimizer=OptimizerConfig(sharpness=Sam()))),
-    ('optimizer.sharpness.rho_min', 0.01, base(optimizer=OptimizerConfig(sharpness=Sam()))),
-    ('optimizer.sharpness.alpha', 0.5, base(optimizer=OptimizerConfig(sharpness=Sam()))),
+    *((f'optimizer.sharpness.{name}', 0.01, SHARP) for name in ('rho', 'rho_min', 'alpha')),
     ('optimizer.weight_decay', 0.2, base()),
     ('optimizer.head_weight_decay', 3.0, base()),
     ('optimizer.decay_pattern', '.*', base()),
@@ -207,6 +206,7 @@ def test_the_same_values_are_the_same_programs_and_batches():
         (tiny.experiment, {'seed': 2**70}, 'seed'),
         (ViTConfig, {'head_bias': float('nan')}, 'head_bias=nan'),
         (OptimizerConfig, {'frozen': ('(',)}, r"'\('"),
+        (Sam, {'rho_min': 1.0}, 'rho_min=1'),
         (MeshConfig, {'rules': (('(', ('data',)),)}, r"'\('"),
     ],
 )

@@ -85,12 +85,3 @@ def test_batches_depend_on_seed_and_step_alone(tmp_path):
     assert [long[step] for step in short] == [*short.values()]
     # The head is zero until the warmup's first step above 0, whatever the seed.
     assert all(short[step] != seed[step] for step in short if step > 2)
-
-
-def test_a_fitted_head_does_not_depend_on_processes(whole, tmp_path):
-    values = {'start_from': whole, 'init_head': 'logistic', 'total.steps': 4, 'log_every_steps': 1}
-    train(tmp_path / 'one', values=values)
-    train(tmp_path / 'two', processes=2, values=values)
-    one, two = (losses(tmp_path / name) for name in ('one', 'two'))
-    np.testing.assert_allclose([*two.values()], [*one.values()], rtol=1e-4)  # L-BFGS in float32
-    assert max(one.values()) < 2  # of a head of zeros, the first loss is log(10)

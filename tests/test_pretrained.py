@@ -421,7 +421,7 @@ def test_logits_of_averaged_heads_are_averages_and_copies_have_the_same_bits(tmp
 
 def test_what_cannot_be_averaged_is_rejected_by_name(tmp_path):
     for name, flag, *models in (
-        ('model.depth', '--average', NAMED, loaded(tiny.model(depth=2))),
+        ('model.depth', '--average', NAMED, loaded(tiny.model(depth=2), class_names=NAMES)),
         ("class_names.9: 'j' -> 'z'", '--average', NAMED, OTHER_NAMES),
         ('preprocessing.mean', '--average', NAMED, OTHER_MEAN),
         ('IN: got 2', '--traceback', NAMED, NAMED),

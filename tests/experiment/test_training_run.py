@@ -287,15 +287,15 @@ def test_predictions_at_step_0_are_those_of_the_probe(tmp_path, capsys):
 
 
 def test_a_head_that_cannot_be_a_probe_is_rejected():
-    source = make_opener()('digits', 'train[:9]')
+    reader = build_experiment(tiny.experiment(train_split='train[:9]')).train_reader
     for changes in {'pool': 'none'}, {'pool': 'cls_dist'}, {'head': nn.Dense}:
         with pytest.raises(UserError, match='config.init_head'):
-            probing.check_init_head(tiny.model(**changes), source, has_start=True)
+            probing.check_init_head(tiny.model(**changes), reader.source, has_start=True)
     for changes in {'model': tiny.model()}, {'start_from': 'x', 'reuse_head': True}:
         with pytest.raises(UserError, match='init_head'):
             build_experiment(tiny.experiment(init_head='logistic', **changes))
     with pytest.raises(UserError, match="class '[0-9]'"):  # nine images cannot have ten classes
-        probing.fit_head(lambda _, i: np.ones((len(i), 3)), types.SimpleNamespace(source=source))
+        probing.fit_head(lambda _, indices: np.ones((len(indices), 3)), reader)
 
 
 @pytest.fixture

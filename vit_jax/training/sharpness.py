@@ -10,12 +10,14 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base import Array, Float, Int, Params, records
+from vit_jax.base import Array, Batch, Float, Int, Key, Params, records
+from vit_jax.training.losses import BatchSums
 
 Rate = Callable[[Int[Array, '']], Float[Array, '']]  # maps a step to a number
-# Maps (function from parameters to gradient, parameters, their gradient, step) to the gradient for
-# the optimizer.
-Sharpener = Callable[[Callable[[Params], Params], Params, Params, Int[Array, '']], Params]
+# Maps (parameters, batch, dropout key) to the gradient of the summed loss, and the sums.
+GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
+# Maps (function, step) to a function that returns other gradients.
+Sharpener = Callable[[GradientFunction, Int[Array, '']], GradientFunction]
 _EPSILON = 1e-12  # added to norms of gradients
 
 
@@ -44,8 +46,10 @@ def make_sharpener(
 ) -> Sharpener | None:
     """Makes the function that replaces the gradient of a batch by that of SAM or GSAM.
 
-    One perturbation belongs to the whole batch, on all devices and in all parts of gradient
-    accumulation. In the papers, each device has a perturbation from its own images.
+    Both passes have the same batch and the same dropout. The formulas hold for sums as for means,
+    because they are homogeneous in the gradient. One perturbation belongs to the whole batch, on
+    all devices and in all parts of gradient accumulation. In the papers, each device has a
+    perturbation from its own images.
 
     Args:
       config: Options of SAM; None: the plain gradient.
@@ -60,21 +64,23 @@ def make_sharpener(
         return None
     radius = _make_radius(config, schedule, peak, float(schedule(jnp.asarray(total_steps))))
 
-    def sharpen(
-        gradient_at: Callable[[Params], Params],
-        params: Params,
-        gradient: Params,
-        step: Int[Array, ''],
-    ) -> Params:
-        distance = radius(step) / (optax.tree.norm(gradient) + _EPSILON)
-        perturbed = gradient_at(optax.tree.add_scale(params, distance, gradient))
-        if config.alpha == 0:
-            return perturbed
-        # The part of the gradient that is orthogonal to the perturbed one is subtracted.
-        direction = optax.tree.scale(1 / (optax.tree.norm(perturbed) + _EPSILON), perturbed)
-        along = optax.tree.vdot(gradient, direction)
-        orthogonal = optax.tree.add_scale(gradient, -along, direction)
-        return optax.tree.add_scale(perturbed, -config.alpha, orthogonal)
+    def sharpen(gradients: GradientFunction, step: Int[Array, '']) -> GradientFunction:
+        def sharpened(
+            params: Params, batch: Batch, key: Key[Array, '']
+        ) -> tuple[Params, BatchSums]:
+            gradient, sums = gradients(params, batch, key)
+            distance = radius(step) / (optax.tree.norm(gradient) + _EPSILON)
+            moved = optax.tree.add_scale(params, distance, gradient)
+            perturbed, _ = gradients(moved, batch, key)
+            if config.alpha == 0:
+                return perturbed, sums
+            # The part of the gradient that is orthogonal to the perturbed one is subtracted.
+            direction = optax.tree.scale(1 / (optax.tree.norm(perturbed) + _EPSILON), perturbed)
+            along = optax.tree.vdot(gradient, direction)
+            orthogonal = optax.tree.add_scale(gradient, -along, direction)
+            return optax.tree.add_scale(perturbed, -config.alpha, orthogonal), sums
+
+        return sharpened
 
     return sharpen
 

@@ -12,9 +12,7 @@ from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule
-from vit_jax.training.sharpness import Sharpener
-
-GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
+from vit_jax.training.sharpness import GradientFunction, Sharpener
 
 # Purposes of PRNG keys; no key has two purposes. The step is folded into the key of DROP, and with
 # gradient accumulation also the part of the batch. The epoch and number of each example are folded
@@ -147,9 +145,8 @@ def make_update(
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
-      sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Both
-        passes have the same batch and dropout. Loss and metrics belong to the first pass,
-        `gradient_norm` to the gradient that the optimizer gets.
+      sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
+        metrics belong to the first pass, `gradient_norm` to the gradient that the optimizer gets.
     """
 
     @functools.partial(accumulate_gradients, parts=accumulation_steps)
@@ -162,30 +159,22 @@ def make_update(
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
-        key = key_for(seed, DROP, state.step)
-        total, (sums, examples, _) = gradients(state.params, batch, key)
+        sharpened = gradients if sharpen is None else sharpen(gradients, state.step)
+        total, (sums, examples, _) = sharpened(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
-        if sharpen is not None:
-
-            def mean_gradient(params: Params) -> Params:
-                return jax.tree.map(lambda g: g / count, gradients(params, batch, key)[0])
-
-            gradient = sharpen(mean_gradient, state.params, gradient, state.step)
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         average = state.ema_params
         if ema_decay is not None:
             average = optax.incremental_update(params, average, 1 - ema_decay)
-        # The state is selected here and not by the caller, so that the old state's memory can be
-        # reused. optax.apply_if_finite is not used: it checks only the gradient, does not cover the
-        # average of parameters, and applies an update after a number of bad steps in a row.
+        # The state is selected here so that the old state's memory can be reused. Unlike this,
+        # optax.apply_if_finite ignores loss and average, and applies the last of many bad updates.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updated = TrainState(state.step, params, opt_state, average)
 
         def select(new: Any, old: Any) -> Any:
-            # Skipped steps advance the schedule.
             return new if _is_schedule(new) else jnp.where(finite, new, old)
 
         after = jax.tree.map(select, updated, state, is_leaf=_is_schedule)
@@ -201,6 +190,7 @@ def make_update(
 
 
 def _is_schedule(node: Any) -> bool:
+    """Returns whether this is the state of the schedule, which advances in skipped steps too."""
     return isinstance(node, optax.ScaleByScheduleState)
 
 

@@ -44,9 +44,10 @@ from vit_jax.models import (
     variant,
 )
 from vit_jax.models.attention import Implementation, attend, supports_cudnn
-from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.pretrained import LoadedModel, save
 from vit_jax.training.distillation import Distillation
+from vit_jax.training.optimizer import OptimizerConfig
+from vit_jax.training.sharpness import Sam
 
 ROOT = pathlib.Path(__file__).parents[1]
 CLASSES = 1000
@@ -406,7 +407,7 @@ def part_optimizers(options: dict[str, Any]) -> None:
 
 
 def part_options(options: dict[str, Any]) -> None:
-    """Compares the step with each option of XLA to the step without, in one process."""
+    """Compares the step with each option of XLA, and with SAM, to the step without."""
     model, batch_size = model_and_batch()
     traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     candidates = [{'xla_backend_optimization_level': 1}] if on_cpu() else XLA_OPTIONS
@@ -421,6 +422,12 @@ def part_options(options: dict[str, Any]) -> None:
         base = base or numbers['images_per_second']
         ratio = numbers['images_per_second'] / base
         emit(f'{name:<50}{ratio:6.3f} {describe(numbers)}', name=name, ratio=ratio, **numbers)
+    if base is not None:
+        config = make_config(model, batch_size)
+        config.optimizer.sharpness = Sam()
+        numbers = measure(trace_step(config, num_classes=CLASSES))
+        ratio = numbers['images_per_second'] / base  # goal: at least 1 / 2.05
+        emit(f'{"SAM":<50}{ratio:6.3f} {describe(numbers)}', name='SAM', ratio=ratio, **numbers)
 
 
 def part_distillation(options: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+from vit_jax.training.sharpness import Sam
 
 
 def base(**changes):
@@ -45,6 +46,7 @@ def with_mesh(**values):
     return base(mesh=MeshConfig(**({'fsdp': 8, 'fsdp_min_mb': 0.0001} | values)))
 
 
+SHARP = base(optimizer=OptimizerConfig(sharpness=Sam()))
 MIXED = Augmentation(randaugment=RandAugment(layers=1))
 # The field, another value for it, and the experiment in which it matters.
 CHANGES = [
@@ -75,6 +77,8 @@ CHANGES = [
     ('optimizer.momentum', 0.5, base(optimizer=OptimizerConfig(kind='sgd'))),
     ('optimizer.clip_norm', 0.1, base()),
     ('optimizer.moment_dtype', 'bfloat16', base()),
+    ('optimizer.sharpness', Sam(), base()),
+    *((f'optimizer.sharpness.{name}', 0.01, SHARP) for name in ('rho', 'rho_min', 'alpha')),
     ('optimizer.weight_decay', 0.2, base()),
     ('optimizer.head_weight_decay', 3.0, base()),
     ('optimizer.decay_pattern', '.*', base()),
@@ -199,6 +203,7 @@ def test_another_value_is_another_program_or_batch(field, value, config):
 def test_the_same_values_are_the_same_programs_and_batches():
     """Of what is compared above: nothing in it is new each time."""
     assert [*effects(base())] == [*effects(base())]
+    assert [*effects(changed(base(), 'optimizer.sharpness', Sam(rho=0.0)))] == before(base())
 
 
 @pytest.mark.parametrize(
@@ -213,6 +218,7 @@ def test_the_same_values_are_the_same_programs_and_batches():
         (tiny.experiment, {'seed': 2**70}, 'seed'),
         (ViTConfig, {'head_bias': float('nan')}, 'head_bias=nan'),
         (OptimizerConfig, {'frozen': ('(',)}, r"'\('"),
+        (Sam, {'rho_min': 1.0}, 'rho_min=1'),
         (MeshConfig, {'rules': (('(', ('data',)),)}, r"'\('"),
     ],
 )

@@ -393,6 +393,45 @@ def test_convert_writes_prints_and_does_not_overwrite(tmp_path, capsys):
     assert not any('head' in name for name in contents(tmp_path / 'z.safetensors'))
 
 
+NAMES = tuple('abcdefghij')
+NAMED = loaded(tiny.model(), class_names=NAMES)
+# Another head: logits are linear in the parameters that differ.
+HEAD = jax.tree.map(lambda leaf: np.flip(leaf) - 0.1, NAMED.params['head'])
+OTHER = changed(NAMED, params=NAMED.params | {'head': HEAD})
+OTHER_NAMES = changed(NAMED, class_names=(*NAMES[:9], 'z'))
+OTHER_MEAN = changed(NAMED, preprocessing=Preprocessing(exif_rotation=False, mean=(1.0,) * 3))
+
+
+def average(folder, flag, *models):
+    """Saves models, averages them, and loads the result."""
+    paths = [folder / str(number) for number in range(len(models))]
+    for model, path in zip(models, paths, strict=True):
+        vit_jax.save(model, path, 'vit_jax', overwrite=True)
+    run(convert, *paths, folder / 'out', '--overwrite', flag)
+    return vit_jax.load(folder / 'out')
+
+
+def test_logits_of_averaged_heads_are_averages_and_copies_have_the_same_bits(tmp_path):
+    assert average(tmp_path, '--average', NAMED, NAMED, NAMED) == NAMED
+    assert average(tmp_path, '--weights=1,0', NAMED, OTHER) == NAMED
+    one, two = (model.logits(tiny.images()) for model in (NAMED, OTHER))
+    found = average(tmp_path, '--weights=.25,.75', NAMED, OTHER).logits(tiny.images())
+    np.testing.assert_allclose(found, 0.25 * one + 0.75 * two, atol=1e-5)  # float32 rounding
+
+
+def test_what_cannot_be_averaged_is_rejected_by_name(tmp_path):
+    for name, flag, *models in (
+        ('model.depth', '--average', NAMED, loaded(tiny.model(depth=2), class_names=NAMES)),
+        ("class_names.9: 'j' -> 'z'", '--average', NAMED, OTHER_NAMES),
+        ('preprocessing.mean', '--average', NAMED, OTHER_MEAN),
+        ('IN: got 2', '--traceback', NAMED, NAMED),
+        ('IN: got 1', '--average', NAMED),
+        ('weights', '--weights=.5,.6', NAMED, NAMED),
+    ):
+        with pytest.raises(UserError, match=name):
+            average(tmp_path, flag, *models)
+
+
 INDEX = """
 name,ds,epochs,final_val,filename,adapt_ds,adapt_resolution,adapt_filename,adapt_final_val,adapt_final_test
 B/16,i21k,300,0.45,B_16-i21k-a,imagenet2012,384,B_16-i21k-a--x,0.85,0.84

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from vit_jax.base import Path, Record, records, require, require_between, write_json
 from vit_jax.checkpoints.card import Hints
@@ -71,6 +71,7 @@ class TrainConfig(Record):
     head: Head | None = None  # linear, or f(num_classes) -> flax module; None: the model's head
     start_from: str | None = None  # checkpoint, in any format, to initialize parameters from
     reuse_head: bool = False  # keep the head of start_from for its classes; false: a new head
+    init_head: Literal['logistic'] | None = None  # probe of start_from (LP-FT); None: a new head
     hints: Hints = default(Hints)  # facts about start_from that its files do not contain
     preprocessing: Preprocessing | None = None  # None: preprocessing of start_from, or default
     augmentation: Augmentation | AugmentFunction = default(Augmentation)  # random changes to images
@@ -132,11 +133,14 @@ class TrainConfig(Record):
             labeled = [name for name, one in self.evals.items() if one.labels is not None]
             wrong = f'evals.{"".join(labeled[:1])}.labels: not used with objective; leave it out'
             require(not labeled, wrong)
-            has_head = self.head is not None or self.reuse_head
-            require(not has_head, 'head, reuse_head: not used with objective; leave them out')
+            has_head = self.head is not None or self.reuse_head or self.init_head
+            wrong = 'head, reuse_head, init_head: not used with objective; leave them out'
+            require(not has_head, wrong)
         is_off = self.patch_dropout_until is None or self.regularization.patch_dropout > 0
         wrong = 'patch_dropout_until: not used with regularization.patch_dropout=0; leave it out'
         require(is_off, wrong)
+        both = self.init_head is not None and self.reuse_head
+        require(not both, f'init_head={self.init_head}: expected reuse_head=false')
         has_model_head = self.model is not None and self.model.head != 'linear'
         require(not (has_model_head and self.head), 'head: model.head is also set; leave one out')
 

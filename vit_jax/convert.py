@@ -5,17 +5,23 @@ PyTorch file of timm or OpenCLIP, or a Hugging Face directory. OUT is a director
 vit_jax, huggingface and open_clip, else a file. Without --format, OUT keeps the format of IN,
 unless the ending of OUT implies another one: timm for .safetensors, stablehlo for .stablehlo.
 
+--average IN IN ... OUT averages the parameters of fine-tuned copies of one model (model soups).
+--weights=W,W,... weights them, for example a model before and after fine-tuning (WiSE-FT). OUT
+gets the description of the first IN.
+
 stablehlo is an exported program that maps photos to probabilities. It needs only jax to run, and
 cannot be converted back (docs/export.md).
 """
 
 import argparse
+import dataclasses
 import pathlib
 
-from vit_jax.base.errors import UserError
+from vit_jax.base import UserError, plural, require
 from vit_jax.checkpoints.formats.opening import NAMES
 from vit_jax.checkpoints.formats.writing import format_for, is_free
 from vit_jax.checkpoints.remote import require_local
+from vit_jax.checkpoints.transfer import average_params
 from vit_jax.cli import app
 from vit_jax.pretrained import load, save
 
@@ -29,7 +35,16 @@ def main(arguments: argparse.Namespace) -> int:
     changes = app.checkpoint_options(arguments)
     if arguments.drop_head:
         changes['num_classes'] = None
-    loaded = load(arguments.input, **{'image_size': 'stored'} | changes)
+    paths, averages = arguments.inputs, arguments.average or arguments.weights is not None
+    given, expected = plural(len(paths), 'checkpoint'), 'several with --average, otherwise one'
+    require((len(paths) > 1) == averages, f'IN: got {given}; expected {expected}')
+    models = [load(path, **{'image_size': 'stored'} | changes) for path in paths]
+    loaded = models[0]
+    if averages:
+        named = [(path, m.card, m.params) for path, m in zip(paths, models, strict=True)]
+        params = average_params(named, arguments.weights or [1 / len(paths)] * len(paths))
+        loaded = dataclasses.replace(loaded, params=params, origin=())
+        print(f'average of {given}; OUT gets the description of {paths[0]}')
     format = format_for(output, arguments.format, loaded.format)
     notes = save(loaded, output, format, overwrite=arguments.overwrite, dtype=arguments.dtype)
     print('\n'.join([*loaded.report, *notes]))
@@ -40,11 +55,15 @@ def main(arguments: argparse.Namespace) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('convert', __doc__)
-    parser.add_argument('input', metavar='IN', help='checkpoint to convert')
+    parser.add_argument('inputs', nargs='+', metavar='IN', help='checkpoint to convert')
     parser.add_argument('output', metavar='OUT', help='file or directory to write (see above)')
     parser.add_argument('--format', choices=NAMES, help='default: as IN, or by the ending of OUT')
     text = 'type of the parameters in OUT (bfloat16: rounded, not in npz files); default: as in IN'
     parser.add_argument('--dtype', choices=['float32', 'bfloat16'], help=text)
+    text = 'average the parameters of several IN with the same architecture'
+    parser.add_argument('--average', action='store_true', help=text)
+    text = 'weight of each IN in the average, with a sum of 1; default: equal weights'
+    parser.add_argument('--weights', type=app.numbers, metavar='W,W', help=text)
     parser.add_argument('--overwrite', action='store_true', help='replace OUT if it exists')
     app.add_checkpoint_flags(parser)
     parser.add_argument('--drop_head', action='store_true', help='leave out the head')

@@ -27,7 +27,8 @@ from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.sources.folders import unlabeled_source
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.evaluation import head
+from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.evaluation import head, probes, probing
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.evaluator import batches_on_all_devices
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
@@ -252,6 +253,49 @@ def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, c
     assert not new['head']['kernel'].any()
     card = records.from_dict(Card, load_card(str(tmp_path))[0], where='card')
     assert card.grid == (2, 4) and card.model.image_size == (8, 16)
+
+
+@pytest.mark.full
+def test_predictions_at_step_0_are_those_of_the_probe(tmp_path, capsys):
+    """LP-FT with a head from 200 images. The learning rate is 0."""
+    start, workdir = str(tmp_path / 'start'), str(tmp_path / 'run')
+    vit_jax.save(networks.loaded(tiny.model(num_classes=None)), start, 'vit_jax')
+    config = tiny.experiment(
+        model=None,
+        start_from=start,
+        init_head='logistic',
+        train_split='train[:200]',
+        augmentation=Augmentation(crop=InceptionCrop(), flip=True),
+        ema_decay=0.5,
+        mesh=MeshConfig(fsdp=2, tensor=2, fsdp_min_mb=0.0, max_replicated_fraction=1.0),
+        schedule=ScheduleConfig(learning_rate=0.0),
+    )
+    state = jax.device_get(training_run.train(config, workdir).state)
+    assert 'head: logistic regression on 200 images' in capsys.readouterr().out
+    body, source = vit_jax.load(start), make_opener()('digits', 'train[:200]')
+    images = np.stack([body.preprocess(source.read(i)[0]) for i in range(200)])
+    train = probes.Labeled(body.features(images), source.labels)
+    probe, _ = probes.fit_best_logistic(train, probes.LogisticConfig())
+    found = vit_jax.load(workdir).logits(images)
+    scores = (train.features - probe.mean) @ probe.weights + probe.bias
+    # float32 rounding of the features, which L-BFGS amplifies
+    np.testing.assert_allclose(found, scores, rtol=1e-2, atol=1e-2)
+    np.testing.assert_array_equal(found.argmax(axis=1), probe.predict(train.features))
+    chex.assert_trees_all_close(state.ema_params['head'], state.params['head'], rtol=1e-6)
+    training_run.train(config, workdir)  # resumes
+    assert 'head:' not in capsys.readouterr().out
+
+
+def test_a_head_that_cannot_be_a_probe_is_rejected():
+    reader = build_experiment(tiny.experiment(train_split='train[:9]')).train_reader
+    for changes in {'pool': 'none'}, {'pool': 'cls_dist'}, {'head': nn.Dense}:
+        with pytest.raises(UserError, match='config.init_head'):
+            probing.check_init_head(tiny.model(**changes), reader.source, has_start=True)
+    for changes in {'model': tiny.model()}, {'start_from': 'x', 'reuse_head': True}:
+        with pytest.raises(UserError, match='init_head'):
+            build_experiment(tiny.experiment(init_head='logistic', **changes))
+    with pytest.raises(UserError, match="class '[0-9]'"):  # nine images cannot have ten classes
+        probing.fit_head(lambda _, indices: np.ones((len(indices), 3)), reader)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Starts a model from pre-trained parameters, for other images, patches, channels or classes."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Params, tree_names
+from vit_jax.base import Params, plural, raise_all, records, require, tree_names
 from vit_jax.checkpoints import resize
+from vit_jax.checkpoints.card import Card
 from vit_jax.data.sources.base import match_names
 from vit_jax.models import ModelConfig, ViTConfig, abstract_params, build
 from vit_jax.models.masked_patches import MASKED
@@ -129,6 +131,36 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
         how = 'summed' if new.channels == 1 else 'repeated and rescaled'
         report.append(f'{first}: {old.channels} channels {how} to {new.channels}')
     return Transferred(tree_names.map_named(lambda name, _: named[name], params), report)
+
+
+def average_params(models: Sequence[tuple[str, Card, Params]], weights: Sequence[float]) -> Params:
+    """Averages the parameters of models in float64 (model soups: arXiv 2203.05482; WiSE-FT).
+
+    Args:
+      models: Name, card and parameters of each model. Cards may differ in step and software.
+      weights: A weight for each model, with a sum of 1.
+
+    Raises:
+      UserError: If the weights do not fit, or a model differs from the first in architecture,
+        preprocessing, classes, loss or arrays; the message names the differences.
+    """
+    fits = len(weights) == len(models) and math.isclose(sum(weights), 1, rel_tol=1e-6)
+    count = plural(len(models), 'number')
+    require(fits, f'weights={[*weights]}: expected {count} with a sum of 1')
+    name, card, params = models[0]
+    for other, other_card, other_params in models[1:]:
+        if lines := records.differences(_comparable(card), _comparable(other_card)):
+            raise_all([f'{other}: cannot be averaged with {name}:', *lines])
+        leaves = map(tree_names.named_leaves, (other_params, params))
+        tree_names.compare_leaves(*leaves, where=other)
+    average = functools.partial(np.average, axis=0, weights=np.asarray(weights, np.float64))
+    trees = (params for _, _, params in models)
+    return jax.tree.map(lambda *leaves: average(leaves).astype(np.float32), *trees)
+
+
+def _comparable(card: Card) -> dict[str, Any]:
+    values = records.to_dict(dataclasses.replace(card, step=0, software={}))
+    return values | {'class_names': dict(enumerate(card.class_names))}
 
 
 def _change(old: tuple[int, int], new: tuple[int, int]) -> str:

@@ -281,6 +281,11 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def numbers(text: str) -> list[float]:
+    """Parses numbers that are separated by commas."""
+    return [float(number) for number in text.split(',')]
+
+
 def local_path(text: str) -> str:
     """Parses a path on a disk; rejects URLs."""
     if is_remote(text):

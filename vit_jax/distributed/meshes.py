@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils  # jax.make_mesh can split a torus side only on v5e
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vit_jax.base import Int, Record, UserError, require, require_between, require_pattern
@@ -78,7 +78,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     require(data % len(slices) == 0, wrong)
     within = data // len(slices), *others
     try:
-        parts = [
+        parts = [  # jax.make_mesh can split a torus side only on v5e
             mesh_utils.create_device_mesh(within, part, allow_split_physical_axes=True)
             for part in slices
         ]
@@ -150,6 +150,11 @@ def put(values: Any, shardings: Any) -> Any:
         values,
         shardings,
     )
+
+
+def broadcast(values: Any) -> Any:
+    """Returns process 0's host arrays in all processes."""
+    return multihost_utils.broadcast_one_to_all(values)
 
 
 def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) -> None:

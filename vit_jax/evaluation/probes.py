@@ -118,8 +118,8 @@ def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: int) -> float:
     return float((predicted == test.labels).mean())
 
 
-def evaluate_logistic(train: Labeled, test: Labeled, config: LogisticConfig) -> LogisticResult:
-    """Fits the linear probe with the best l2 (see `LogisticConfig`) and tests it."""
+def fit_best_logistic(train: Labeled, config: LogisticConfig) -> tuple[Classifier, LogisticState]:
+    """Fits the linear probe with the best l2 (see `LogisticConfig`) to all training images."""
     mean, std = train.features.mean(axis=0), train.features.std(axis=0) + EPSILON
     inputs = np.pad((train.features - mean) / std, ((0, 0), (0, 1)), constant_values=1.0)
     classes, labels = np.unique(train.labels, return_inverse=True)
@@ -129,17 +129,22 @@ def evaluate_logistic(train: Labeled, test: Labeled, config: LogisticConfig) -> 
         x, y = inputs[rows], labels[rows]
         fitted = fit_logistic(x, y, l2=l2 / len(y), num_classes=len(classes), **options)
         *weights, bias = np.asarray(fitted.weights)
-        return Classifier(classes, mean, np.array(weights) / std[:, None], bias), fitted
+        return Classifier(classes, mean, np.array(weights) / std[:, None], bias, l2), fitted
 
     l2, *others = config.l2
     is_valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
     if others and is_valid.any():
         valid = train.subset(is_valid)
         l2 = max(config.l2, key=lambda strength: fit(~is_valid, strength)[0].accuracy(valid))
-    classifier, fitted = fit(slice(None), l2)
+    return fit(slice(None), l2)
+
+
+def evaluate_logistic(train: Labeled, test: Labeled, config: LogisticConfig) -> LogisticResult:
+    """Fits the linear probe with the best l2 and tests it."""
+    classifier, fitted = fit_best_logistic(train, config)
     return LogisticResult(
         accuracy=classifier.accuracy(test),
-        l2=l2,
+        l2=classifier.l2,
         iterations=int(fitted.iterations),
         converged=bool(fitted.max_gradient <= config.tolerance),
     )

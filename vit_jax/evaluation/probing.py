@@ -18,6 +18,7 @@ from vit_jax.evaluation import episodes, probes, ridge
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.features import FeatureFn
 from vit_jax.evaluation.probes import Labeled, LogisticConfig
+from vit_jax.models import ModelConfig
 from vit_jax.training.duration import Interval
 
 
@@ -182,6 +183,42 @@ def _evaluate_probe(features_of: FeatureFn, probe: Probe, config: FewshotConfig)
         by_shots = episodes.evaluate(test, source.class_names, config.episodes, l2=config.l2)
         result['episodes'] = episodes.report_episodes(config.episodes, by_shots)
     return result | _evaluate_few_shot(probe.train.source, test, drawn_features, config, notes)
+
+
+def check_init_head(model: ModelConfig, train: Source, *, has_start: bool) -> None:
+    """Raises UserError unless the head can be a linear probe of the training images."""
+    require(has_start, 'config.init_head: expected config.start_from to be set')
+    pool = getattr(model, 'pool', None)
+    found = f'head={records.text_of(model.head)}, pool={pool}'
+    fits = model.head == 'linear' and pool not in ('none', 'cls_dist')
+    require(fits, f'config.init_head: got {found}; expected one linear head per image')
+    wrong = f'config.init_head: images of {train.data} may have several classes'
+    require(not train.multi_label, f'{wrong}; expected one class per image')
+
+
+def fit_head(
+    features_of: FeatureFn, reader: ImageReader
+) -> tuple[dict[str, Float[np.ndarray, '...']], str]:
+    """Fits a linear head to all images of a reader by logistic regression (LP-FT).
+
+    Returns:
+      `kernel` (d k) and `bias` (k) of the head, and a report line.
+
+    Raises:
+      UserError: If a class has no readable image.
+    """
+    source, notes = reader.source, list[str]()
+    train = _labeled(reader, features_of(reader, np.arange(len(source))), notes)
+    if missing := {*range(len(source.class_names))}.difference(train.labels.tolist()):
+        name = source.class_names[min(missing)]
+        raise UserError(f'config.init_head: no readable training image of class {name!r}')
+    fitted, _ = probes.fit_best_logistic(train, LogisticConfig())
+    weights = fitted.weights.astype(np.float64)
+    head = {'kernel': weights, 'bias': fitted.bias - fitted.mean @ weights}
+    count, accuracy = plural(len(train.labels), 'image'), fitted.accuracy(train)
+    line = f'head: logistic regression on {count}, l2 {fitted.l2:g}, accuracy {accuracy:.2%}'
+    float32 = {name: values.astype(np.float32) for name, values in head.items()}
+    return float32, '; '.join([line, *notes])
 
 
 def _labeled(reader: ImageReader, features: Float[np.ndarray, 'n d'], notes: list[str]) -> Labeled:

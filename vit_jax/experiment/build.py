@@ -25,7 +25,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_evaluator
-from vit_jax.evaluation.probing import Probes, open_probes
+from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
 from vit_jax.models import (
     Compute,
     Model,
@@ -53,6 +53,7 @@ from vit_jax.training.losses import (
 from vit_jax.training.masked_patches import configure_for_patches, make_patch_loss_sums
 from vit_jax.training.optimizer import check_average, count_moments, make_optimizer, make_schedule
 from vit_jax.training.param_groups import make_param_groups
+from vit_jax.training.sharpness import Sam, make_sharpener
 from vit_jax.training.update import TrainState
 
 Update = Callable[..., tuple[TrainState, StepMetrics]]  # (state, batch, *teacher)
@@ -157,6 +158,8 @@ def build_experiment(
     start = open_start(config)
     model_config = resolve_model(config, start, len(train.class_names))
     preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
+    if config.init_head is not None:
+        check_init_head(model_config, train, has_start=start is not None)
 
     config.distillation, loaded = load_teacher(config.distillation, train.class_names)
     mesh, planned = make_mesh(config, devices), devices is not None
@@ -315,7 +318,8 @@ def get_late_regularization(config: TrainConfig) -> Regularization:
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
     """Returns the bytes per device left by train state and gradients; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
-    extra = config.ema_decay is not None, config.accumulation_steps > 1
+    sam = config.optimizer.sharpness or Sam(rho=0.0)  # needs other parameters; GSAM, two gradients
+    extra = config.ema_decay is not None, config.accumulation_steps > 1, sam.rho > 0, sam.alpha > 0
     numbers = 2 + count_moments(config.optimizer) + sum(extra)  # float32 values per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
     return float(limit) - 4 * numbers * count_params(model) // split
@@ -389,6 +393,7 @@ def _make_training(
     groups = make_param_groups(config.optimizer, params)
     optimizer = make_optimizer(config.optimizer, schedule, groups)
     with_ema = config.ema_decay is not None
+    peak, sam = config.schedule.learning_rate, config.optimizer.sharpness
     check_average(optimizer, groups, params, with_ema=with_ema)
     init = updates.make_init(teaching.init, optimizer, seed=config.seed, with_ema=with_ema)
     targets = functools.partial(make_targets, num_classes=len(train.class_names))
@@ -403,5 +408,6 @@ def _make_training(
         accumulation_steps=config.accumulation_steps,
         ema_decay=config.ema_decay,
         late=late,
+        sharpen=make_sharpener(sam, schedule, peak=peak, total_steps=length.total_steps),
     )
     return init, update, groups.report

@@ -25,7 +25,7 @@ from vit_jax.evaluation import probing
 from vit_jax.evaluation.evaluator import Evaluator, summarize_evals
 from vit_jax.evaluation.features import make_feature_evaluator, make_feature_function
 from vit_jax.experiment import data_manifest, workdirs
-from vit_jax.experiment.build import Experiment, Update, build_experiment
+from vit_jax.experiment.build import Experiment, Update, build_experiment, make_eval_batches
 from vit_jax.experiment.reporter import Reporter, describe_run, make_console
 from vit_jax.experiment.workdirs import Workdir
 from vit_jax.models import abstract_params
@@ -99,6 +99,8 @@ def train(
         checkpoints = open_checkpoint_store(experiment, workdir, job)
         stack.enter_context(contextlib.closing(checkpoints))
         state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
+        if experiment.config.init_head is not None and checkpoints.latest_step is None:
+            state = fit_head(experiment, state, job, console)
         steps = range(int(state.step), experiment.length.total_steps)
         if selection and (saved := progress.get('selection')):
             selection.resume(saved)
@@ -282,6 +284,23 @@ def restore_or_init(
     params, report = experiment.transfer_params(start, init().params)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
     return init(meshes.put(params, shardings.params)), {}
+
+
+def fit_head(experiment: Experiment, state: TrainState, job: Job, console: Console) -> TrainState:
+    """Fits the linear head to the features of all training images, without augmentation.
+
+    Returns the state with this head, which all processes get from process 0.
+    """
+    batches = make_eval_batches(experiment.config, experiment.mesh)  # with its own cache of images
+    features = make_feature_evaluator(experiment.model, experiment.preprocessing, batches)
+    reader = dataclasses.replace(experiment.train_reader, crop=experiment.preprocessing.crop)
+    features_of = make_feature_function(features, state.params, job.tick_each)
+    head, line = probing.fit_head(features_of, reader)
+    console.print(line)
+    job.barrier('head')  # a collective follows, for which gloo waits only 30 s
+    placed = meshes.put(meshes.broadcast(head), get_shardings(state.params['head']))
+    init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=get_shardings(state))
+    return init(state.params | {'head': placed})
 
 
 @dataclasses.dataclass

@@ -18,6 +18,7 @@ from vit_jax.base import Array, Float, Int, Params, plural, records, tree_names
 from vit_jax.models.activation_sharding import mesh_in_context
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig, make_param_groups
+from vit_jax.training.sharpness import Sam
 
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
 OptimizerFunction = Callable[[Schedule], optax.GradientTransformation]
@@ -94,6 +95,7 @@ class OptimizerConfig(ParamGroupsConfig):
     momentum: float | None = None  # momentum (sgd, muon); None: default
     clip_norm: float | None = None  # maximum global norm of the gradient; None: no clipping
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of first moment or momentum
+    sharpness: Sam | None = None  # sharpness-aware minimization (SAM, GSAM); None: plain gradient
 
     def check(self) -> None:
         super().check()

@@ -12,8 +12,7 @@ from vit_jax.training import losses
 from vit_jax.training.distillation import PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule, average_params
-
-GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
+from vit_jax.training.sharpness import GradientFunction, Sharpener
 
 # Purposes of PRNG keys; no key has two purposes. The step is folded into the key of DROP, and with
 # gradient accumulation also the part of the batch. The epoch and number of each example are folded
@@ -135,6 +134,7 @@ def make_update(
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
     late: tuple[int, Callable[..., BatchSums]] | None = None,
+    sharpen: Sharpener | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
@@ -153,22 +153,21 @@ def make_update(
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
       late: A step and the function that replaces `loss_sums` from this step on; None: no change.
+      sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
+        metrics belong to the first pass, `gradient_norm` to the gradient that the optimizer gets.
 
     Returns:
       `update(state, batch, *teacher)`; `teacher` are the parameters of the teacher, if any.
     """
 
     def make_gradients(loss_sums: Callable[..., BatchSums]) -> GradientFunction:
-        def gradients(
+        def total(
             params: Params, batch: Batch, key: Key[Array, '']
-        ) -> tuple[Params, BatchSums]:
-            def total(params: Params) -> tuple[Float[Array, ''], BatchSums]:
-                batch_sums = loss_sums(stop_frozen_gradients(params), batch, key)
-                return batch_sums.sums['loss'], batch_sums
+        ) -> tuple[Float[Array, ''], BatchSums]:
+            batch_sums = loss_sums(stop_frozen_gradients(params), batch, key)
+            return batch_sums.sums['loss'], batch_sums
 
-            return jax.grad(total, has_aux=True)(params)
-
-        return accumulate_gradients(gradients, accumulation_steps)
+        return accumulate_gradients(jax.grad(total, has_aux=True), accumulation_steps)
 
     def choose_gradients(step: Int[Array, '']) -> GradientFunction:
         first = make_gradients(loss_sums)
@@ -179,6 +178,8 @@ def make_update(
 
     def update(state: TrainState, batch: Batch, *teacher: Params) -> tuple[TrainState, StepMetrics]:
         gradients = choose_gradients(state.step)
+        if sharpen is not None:
+            gradients = sharpen(gradients, state.step)
         batch = augment(make_purpose_key(seed, AUGMENT), batch, *teacher)
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
@@ -189,9 +190,8 @@ def make_update(
         average = average_params(opt_state, params)
         if ema_decay is not None:
             average = optax.incremental_update(params, state.ema_params, 1 - ema_decay)
-        # The state is selected here and not by the caller, so that the old state's memory can be
-        # reused. optax.apply_if_finite is not used: it checks only the gradient, does not cover the
-        # average of parameters, and applies an update after a number of bad steps in a row.
+        # The state is selected here so that the old state's memory can be reused. Unlike this,
+        # optax.apply_if_finite ignores loss and average, and applies the last of many bad updates.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updated = TrainState(state.step, params, opt_state, average)
 
@@ -212,6 +212,7 @@ def make_update(
 
 
 def _is_schedule(node: Any) -> bool:
+    """Returns whether this is the state of the schedule, which advances in skipped steps too."""
     return isinstance(node, optax.ScaleByScheduleState)
 
 

@@ -1,0 +1,99 @@
+"""Sharpness-aware minimization: SAM (Foret et al. 2021) and GSAM (Zhuang et al. 2022).
+
+The formulas are those of `trainers/proj/gsam/gsam.py` in big_vision. `optax.contrib.sam` has no
+GSAM, and stores a copy of the parameters in its state.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import optax
+
+from vit_jax.base import Array, Batch, Float, Int, Key, Params, records
+from vit_jax.training.losses import BatchSums
+
+Rate = Callable[[Int[Array, '']], Float[Array, '']]  # maps a step to a number
+# Maps (parameters, batch, dropout key) to the gradient of the summed loss, and the sums.
+GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
+# Maps (function, step) to a function that returns other gradients.
+Sharpener = Callable[[GradientFunction, Int[Array, '']], GradientFunction]
+_EPSILON = 1e-12  # added to norms of gradients
+
+
+@dataclasses.dataclass(kw_only=True)
+class Sam(records.Record):
+    """Sharpness-aware minimization: the gradient is computed at perturbed parameters.
+
+    SAM moves the parameters by `rho` along the gradient of the batch, and computes the gradient
+    there. GSAM adds two options: with `rho_min`, the distance follows the learning rate, from
+    `rho` at its peak to `rho_min` at its final value; `alpha` adds a step that reduces the
+    difference between the losses at both places. A step costs two forward and two backward passes.
+    """
+
+    rho: float = 0.05  # norm of the perturbation at the peak learning rate; 0: no perturbation
+    rho_min: float | None = None  # its norm at the final learning rate (GSAM); None: rho
+    alpha: float = 0.0  # weight of the step that reduces the difference in loss (GSAM)
+
+    def check(self) -> None:
+        records.require_between(self, 'rho', 'rho_min', 'alpha', low=0)
+        low = 0.0 if self.rho_min is None else self.rho_min
+        records.require(low <= self.rho, f'rho_min={low}: expected at most rho={self.rho}')
+
+
+def make_sharpener(
+    config: Sam | None, schedule: Rate, *, peak: float, total_steps: int
+) -> Sharpener | None:
+    """Makes the function that replaces the gradient of a batch by that of SAM or GSAM.
+
+    Both passes have the same batch and the same dropout. The formulas hold for sums as for means,
+    because they are homogeneous in the gradient. One perturbation belongs to the whole batch, on
+    all devices and in all parts of gradient accumulation. In the papers, each device has a
+    perturbation from its own images.
+
+    Args:
+      config: Options of SAM; None: the plain gradient.
+      schedule: Maps a step to the learning rate.
+      peak: The highest learning rate.
+      total_steps: Length of the training, after which the learning rate is final.
+
+    Returns:
+      The function; None if there is no perturbation, so that training compiles the same program.
+    """
+    if config is None or config.rho == 0:
+        return None
+    radius = _make_radius(config, schedule, peak, float(schedule(jnp.asarray(total_steps))))
+
+    def sharpen(gradients: GradientFunction, step: Int[Array, '']) -> GradientFunction:
+        def sharpened(
+            params: Params, batch: Batch, key: Key[Array, '']
+        ) -> tuple[Params, BatchSums]:
+            gradient, sums = gradients(params, batch, key)
+            distance = radius(step) / (optax.tree.norm(gradient) + _EPSILON)
+            moved = optax.tree.add_scale(params, distance, gradient)
+            perturbed, _ = gradients(moved, batch, key)
+            if config.alpha == 0:
+                return perturbed, sums
+            # The part of the gradient that is orthogonal to the perturbed one is subtracted.
+            direction = optax.tree.scale(1 / (optax.tree.norm(perturbed) + _EPSILON), perturbed)
+            along = optax.tree.vdot(gradient, direction)
+            orthogonal = optax.tree.add_scale(gradient, -along, direction)
+            return optax.tree.add_scale(perturbed, -config.alpha, orthogonal), sums
+
+        return sharpened
+
+    return sharpen
+
+
+def _make_radius(config: Sam, schedule: Rate, peak: float, final: float) -> Rate:
+    """Makes the function from a step to the norm of the perturbation."""
+    low = config.rho if config.rho_min is None else config.rho_min
+
+    def radius(step: Int[Array, '']) -> Float[Array, '']:
+        if low == config.rho or peak <= final:
+            return jnp.asarray(config.rho)
+        # During the warmup, the rate may be lower than the final one.
+        fraction = (schedule(step) - final) / (peak - final)
+        return jnp.maximum(0.0, low + (config.rho - low) * fraction)
+
+    return radius

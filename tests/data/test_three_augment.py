@@ -17,13 +17,13 @@ change_color = jax.jit(three_augment.change_color)
 
 
 def assert_as_pillow(image, expected):
-    """Asserts equality within one level in 0.1 % of the values.
+    """Asserts equality, except for one level in 2 % of the values.
 
-    On the CPUs seen so far all values are equal. Another compiler may round a product and a sum
-    once instead of twice, which changes a value that lies at the border of two levels.
+    XLA may round a product and a sum once instead of twice. This changes a value at the border of
+    two levels, which a factor of two decimals often gives: 127 - 1.11 * 100.
     """
     apart = np.abs(np.asarray(image).astype(int) - np.asarray(expected))
-    assert apart.max() <= 1 and (apart > 0).mean() <= 1e-3
+    assert apart.max() <= 1 and (apart > 0).mean() <= 0.02
 
 
 @pytest.mark.parametrize('image', [PHOTO, NOISE], ids=['photo', 'noise'])

@@ -16,14 +16,14 @@ NOISE = np.random.default_rng(2).integers(0, 256, (7, 5, 3), np.uint8)
 change_color = jax.jit(three_augment.change_color)
 
 
-def assert_as_pillow(image, expected):
-    """Asserts equality, except for one level in 2 % of the values.
+def assert_as_pillow(image, expected, *, share=0.02):
+    """Asserts equality, except for one level in a share of the values.
 
     XLA may round a product and a sum once instead of twice. This changes a value at the border of
     two levels, which a factor of two decimals often gives: 127 - 1.11 * 100.
     """
     apart = np.abs(np.asarray(image).astype(int) - np.asarray(expected))
-    assert apart.max() <= 1 and (apart > 0).mean() <= 0.02
+    assert apart.max() <= 1 and (apart > 0).mean() <= share
 
 
 @pytest.mark.parametrize('image', [PHOTO, NOISE], ids=['photo', 'noise'])
@@ -40,9 +40,8 @@ def test_each_color_is_changed_as_by_pillow(factor):
     for operation, enhancer in zip((BRIGHTNESS, CONTRAST, SATURATION), enhancers, strict=True):
         for image in PHOTO, NOISE:
             expected = enhancer(Image.fromarray(image)).enhance(factor)
-            assert_as_pillow(
-                change_color(jnp.asarray(image), operation, jnp.float32(factor)), expected
-            )
+            found = change_color(jnp.asarray(image), operation, jnp.float32(factor))
+            assert_as_pillow(found, expected, share=0.02 if factor % 1 else 0)
 
 
 def test_an_image_becomes_gray_solarized_or_blurred_equally_often():

@@ -163,18 +163,21 @@ def measure_simulated_cores(reader: ImageReader, seconds: float) -> None:
 
 
 def measure_augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
-    """Measures augmentation on the device, at the level medium2."""
+    """Measures augmentation on the device: AugReg's level medium2, and DeiT III's."""
     refs = [ExampleRef(i) for i in range(batch_size)]
     images = reader.examples(refs, futures.ThreadPoolExecutor(1))
     key, targets = jax.random.key(0), functools.partial(make_targets, num_classes=1000)
-    function = functools.partial(augment, key, config=augreg('medium2'), targets_of=targets)
-    augment_images = jax.jit(function)
+    deit3 = Augmentation(flip=True, three_augment=True, color_jitter=0.3, mixup=0.8, cutmix=1.0)
+    configs = {'RandAugment and MixUp': augreg('medium2'), '3-Augment, MixUp and CutMix': deit3}
+    for name, config in configs.items():
+        function = functools.partial(augment, key, config=config, targets_of=targets)
+        augment_images = jax.jit(function)
 
-    def augmented() -> int:
-        jax.block_until_ready(augment_images(images))
-        return batch_size
+        def augmented(augment_images: Any = augment_images) -> int:
+            jax.block_until_ready(augment_images(images))
+            return batch_size
 
-    print_rate('RandAugment and MixUp on the device', augmented, seconds)
+        print_rate(f'{name} on the device', augmented, seconds)
 
 
 def batches_of(

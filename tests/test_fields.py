@@ -55,6 +55,8 @@ CHANGES = [
     ('classes', ('3', '5'), base()),
     ('augmentation.shift_pixels', 1, base()),
     ('augmentation.flip', True, base()),
+    ('augmentation.three_augment', True, base()),
+    ('augmentation.color_jitter', 0.3, base()),
     ('augmentation.randaugment.layers', 1, base()),
     ('augmentation.randaugment.magnitude', 15.0, base(augmentation=MIXED)),
     ('augmentation.randaugment.contrast', 'pixel_count', base(augmentation=MIXED)),
@@ -108,6 +110,8 @@ CHANGES = [
     ('ema_decay', 0.9, base()),
     ('seed', 1, base()),
     ('eval_batch_size', 24, base()),
+    ('loader.repeats', 2, base()),
+    ('loader.balance', 1.0, base()),
     ('evals', {'other': EvalConfig(split='train[:9]')}, base(eval_split='test')),
     ('compute.dtype', 'bfloat16', base()),
     ('compute.remat', 'block', base()),  # dots is what a CPU has anyway

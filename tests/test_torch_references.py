@@ -11,12 +11,16 @@ import jax
 import numpy as np
 import optax
 import pytest
+from PIL import Image
 
 import vit_jax
 from tests import reference
 from tests.networks import assert_same_arrays, changed, loaded
 from vit_jax.base import UserError
 from vit_jax.base.tree_names import map_named, named_leaves
+from vit_jax.data import three_augment
+from vit_jax.data.image_preprocessing import SimpleRandomCrop
+from vit_jax.data.three_augment import BRIGHTNESS, CONTRAST, SATURATION
 from vit_jax.models import build, variant
 from vit_jax.training.distillation import Distillation, distillation_loss
 from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -250,3 +254,34 @@ def test_timms_distillation_tasks_have_the_same_gradients(kind):
 
     for ours, theirs in zip(jax.grad(loss)(own), student.outputs, strict=True):
         np.testing.assert_allclose(ours, theirs.grad, rtol=1e-5, atol=1e-7)  # float32 rounding
+
+
+PHOTO = np.random.default_rng(0).integers(0, 256, (40, 53, 3), np.uint8)
+
+
+def test_a_color_jitter_is_torchvisions_with_the_same_factors_and_order():
+    functional = pytest.importorskip('torchvision.transforms.functional', reason=REASON)
+    names = {BRIGHTNESS: 'brightness', CONTRAST: 'contrast', SATURATION: 'saturation'}
+    for number in range(12):
+        key, expected = jax.random.key(number), Image.fromarray(PHOTO)
+        factors, order = three_augment.draw_color_jitter(key, 0.3)
+        for operation in order.tolist():
+            adjust = getattr(functional, f'adjust_{names[operation]}')
+            expected = adjust(expected, float(factors[operation]))
+        found = three_augment.apply_color_jitter(key, jax.numpy.asarray(PHOTO), 0.3)
+        # One level from the rounding of the first, times at most 1.3 in each of the other two.
+        np.testing.assert_allclose(found.astype(int), np.asarray(expected, int), atol=3)
+        assert (np.asarray(found) != np.asarray(expected)).mean() <= 1e-3
+
+
+@pytest.mark.parametrize('shape', [(50, 37), (37, 50), (24, 24), (7, 301)])
+def test_a_simple_random_crop_is_torchvisions_at_the_same_place(shape):
+    transforms = pytest.importorskip('torchvision.transforms', reason=REASON)
+    image, rng = np.resize(PHOTO, (*shape, 3)), np.random.default_rng(0)
+    resize = transforms.Resize(24, interpolation=transforms.InterpolationMode.BICUBIC)
+    padded = transforms.functional.pad(resize(Image.fromarray(image)), 4, padding_mode='reflect')
+    rng = np.random.default_rng(0)
+    top, left = (rng.integers(0, side - 24 + 1) for side in padded.size[::-1])
+    expected = transforms.functional.crop(padded, top, left, 24, 24)
+    found = SimpleRandomCrop()(image, (24, 24), np.random.default_rng(0))
+    np.testing.assert_array_equal(found, np.asarray(expected))

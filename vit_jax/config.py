@@ -104,8 +104,8 @@ class TrainConfig(Record):
     tensorboard: bool = False  # also write metrics as TensorBoard event files
     writers: tuple[Writer, ...] = ()  # functions that also get each line of metrics.jsonl, as dict
 
-    # Computation. Except for compute.dtype, loader.on_unreadable and loader.max_pixels, these
-    # fields affect only speed, memory and rounding.
+    # Computation. Except for compute.dtype and loader.on_unreadable, .max_pixels, .repeats and
+    # .balance, these fields affect only speed, memory and rounding.
     compute: Compute = default(Compute)  # precision, memory and kernels
     mesh: MeshConfig = default(MeshConfig)  # sharding of batch and parameters over devices
     loader: LoaderConfig = default(LoaderConfig)  # reading of images
@@ -115,6 +115,9 @@ class TrainConfig(Record):
         every = 'log_every_steps', 'eval_every_steps', 'checkpoint_every_steps'
         require_between(self, *names, *every, 'eval_batch_size', 'image_size', 'patience', low=1)
         require_between(self, 'ema_decay', low=0, below=1)
+        repeats, most = self.loader.repeats, max(1, self.batch_size // 2)
+        text = f'expected at most {most}, half of batch_size={self.batch_size}'
+        require(repeats <= most, f'loader.repeats={repeats}: {text}')
         require_between(self, 'seed', low=0, below=2**32)
         distinct = len({*self.classes}) == len(self.classes)
         require(distinct, f'classes={self.classes}: expected distinct names')

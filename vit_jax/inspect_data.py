@@ -97,6 +97,7 @@ def _open_parts(
     tests = {split: source for split, source in tests.items() if source is not None}
     if train is not None:
         problems += check_labels(config, train, tests)
+        problems.catch(loading.check_balance, train, config.loader)
         if config.total is not None:
             sizes = {'batch_size': config.batch_size, 'num_images': len(train)}
             problems.catch(make_train_length, config.total, **sizes)
@@ -188,7 +189,7 @@ def _write_sheet(
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples]
     classes = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]
     rows = list(zip(classes, zip(*columns, strict=True), strict=True))
-    titles = ['evaluation', *(f'epoch {epoch}' for epoch in range(_EPOCHS))]
+    titles = ['evaluation', *(f'training {use}' for use in range(1, _EPOCHS + 1))]
     with atomic_write(path) as partial:
         bitmaps.draw_contact_sheet(rows, titles).save(partial, 'PNG')
     print(f'pictures       {path}')

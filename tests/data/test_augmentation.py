@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import chex
@@ -72,6 +73,7 @@ def test_each_image_is_moved_by_its_own_whole_pixels():
 @pytest.mark.full
 def test_an_example_changes_alike_in_every_batch_and_otherwise_in_every_epoch():
     config = Augmentation(shift_pixels=2, flip=True, randaugment=RandAugment(layers=2), erasing=0.5)
+    config = dataclasses.replace(config, three_augment=True, color_jitter=0.3)
     whole = augmented(batch(), config)['images']
     chosen = np.random.default_rng(1).permutation(N)[:24]
     part = augmented(jax.tree.map(lambda array: array[chosen], batch()), config)['images']
@@ -167,6 +169,7 @@ def test_normalize_maps_black_to_minus_one_and_white_to_one():
     'record, values',
     [
         (Augmentation, {'erasing': 1.5}),
+        (Augmentation, {'color_jitter': 1.1}),
         (Augmentation, {'mixup': -0.1}),
         (Augmentation, {'shift_pixels': -3}),
         (RandAugment, {'layers': -1}),

@@ -181,6 +181,14 @@ def test_inception_crops_have_areas_and_aspects_of_their_range_and_lie_anywhere(
     assert 0.4 < np.mean(tops) < 0.6 and min(tops) < 0.1 and max(tops) > 0.9
 
 
+def test_a_simple_random_crop_lies_anywhere_in_the_mirrored_image():
+    image, rng = coordinates(30, 24), np.random.default_rng(0)
+    crop = image_preprocessing.SimpleRandomCrop(padding=2)
+    padded = np.pad(image, ((2, 2), (2, 2), (0, 0)), mode='reflect')
+    places = {padded[y : y + 24, x : x + 24].tobytes() for y in range(11) for x in range(5)}
+    assert {crop(image, (24, 24), rng).tobytes() for _ in range(600)} == places
+
+
 @pytest.mark.parametrize('shape', [(1, 1), (2, 300), (300, 2), (10, 10)])
 def test_an_inception_crop_of_any_image_has_its_size_and_its_area(shape):
     image, rng = np.full((*shape, 3), 9, np.uint8), np.random.default_rng(0)
@@ -197,6 +205,7 @@ def test_an_inception_crop_of_any_image_has_its_size_and_its_area(shape):
     [
         ('CentralCrop', {'scale': 0.9}),
         ('RandomCrop', {'scale': 0.5}),
+        ('SimpleRandomCrop', {'padding': -1}),
         ('InceptionCrop', {'area': (0.0, 1.0)}),
         ('InceptionCrop', {'area': (0.5, 0.4)}),
         ('InceptionCrop', {'aspect': (2.0, 1.0)}),

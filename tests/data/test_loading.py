@@ -15,13 +15,14 @@ from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomC
 from vit_jax.data.sources.arrays import array_source
 
 N = 37
+CHOSEN = {'repeats': 3, 'balance': 0.5}  # how images are chosen, other than by default
 IMAGES = np.random.default_rng(0).integers(0, 256, (N, 6, 6, 3), np.uint8)
 SOURCE = array_source(IMAGES, np.arange(N) % 5, list('abcde'), name='test')
 
 
-def loader(crop=None, *, placement='host', source=SOURCE, threads=3, **options):
+def loader(crop=None, *, placement='host', source=SOURCE, threads=3, chosen=None, **options):
     reader = loading.ImageReader(source, crop or Resize(), (6, 6), exif_rotation=True, **options)
-    config = loading.LoaderConfig(placement=placement, threads=threads)
+    config = loading.LoaderConfig(placement=placement, threads=threads, **(chosen or {}))
     return loading.make_loader(reader, config)
 
 
@@ -49,12 +50,54 @@ def test_a_network_is_shown_images_as_its_preprocessing_says(rotation):
     np.testing.assert_array_equal(shown, crop(np.ascontiguousarray(turned), (4, 3), None))
 
 
+@pytest.mark.parametrize('chosen', [{}, CHOSEN])
 @pytest.mark.parametrize('crop', [Resize(), RandomCrop(scale=1.5)])
-def test_batch_n_is_the_same_wherever_the_iteration_begins(crop):
-    whole = taken(loader(crop))
-    assert_same(taken(loader(crop, threads=1), start=5), whole[5:])
+def test_batch_n_is_the_same_wherever_the_iteration_begins(crop, chosen):
+    whole = taken(loader(crop, chosen=chosen))
+    assert_same(taken(loader(crop, chosen=chosen, threads=1), start=5), whole[5:])
     with pytest.raises(AssertionError):
-        assert_same(taken(loader(crop), seed=4), whole)
+        assert_same(taken(loader(crop, chosen=chosen), seed=4), whole)
+
+
+@pytest.mark.parametrize('repeats, batch_size', [(3, 12), (3, 32), (2, 7)])
+def test_a_batch_repeats_its_images_with_other_random_numbers(repeats, batch_size):
+    once, distinct = loading.shuffled_sampler(N, seed=3), -(-batch_size // repeats)
+    config = loading.LoaderConfig(repeats=repeats)
+    repeated = loading.training_sampler(SOURCE, config, batch_size=batch_size, seed=3)
+    refs = [repeated(position) for position in range(20 * batch_size)]
+    assert len({*refs}) == len(refs)  # an epoch and an image give different random numbers
+    for step in range(20):
+        rows = [ref.index for ref in refs[step * batch_size :][:batch_size]]
+        images = [once(step * distinct + place).index for place in range(distinct)]
+        assert rows == (repeats * images)[:batch_size]
+        if len({*images}) == distinct:  # no epoch ends in this batch
+            assert all(a != b for a, b in zip(rows, rows[-1:] + rows, strict=False))  # MixUp
+
+
+@pytest.mark.parametrize('balance', [0.3, 1.0])
+def test_classes_are_as_frequent_as_configured_and_their_images_take_turns(balance):
+    sizes = np.array([1, 3, 0, 10, 60])
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(5), sizes))
+    sampler = loading.balanced_sampler(labels, balance=balance, seed=3)
+    refs = [sampler(position) for position in range(7 * 74)]
+    shares = sizes ** (1 - balance) * (sizes > 0)
+    for epochs in range(1, 8):
+        uses = np.bincount([ref.index for ref in refs[: epochs * 74]], minlength=74)
+        counts = np.bincount(labels, weights=uses)
+        np.testing.assert_allclose(counts, epochs * 74 * shares / shares.sum(), atol=1)
+        assert all(np.ptp(uses[labels == number]) <= 1 for number in (0, 1, 3, 4))
+    assert len({*refs}) == len(refs)
+    assert np.count_nonzero(np.diff([labels[ref.index] for ref in refs[:74]])) > 20  # mixed
+    largest = [ref.index for ref in refs if labels[ref.index] == 4]
+    assert largest[:60] != largest[60:120]
+
+
+@pytest.mark.parametrize('kind', [{'multi_label': True}, {'class_names': ()}])
+def test_images_without_exactly_one_class_are_not_balanced(kind):
+    with pytest.raises(UserError, match='loader.balance=1.0'):
+        config = loading.LoaderConfig(balance=1.0)
+        source = dataclasses.replace(SOURCE, **kind)
+        loading.training_sampler(source, config, batch_size=8, seed=3)
 
 
 def test_the_order_of_examples_is_the_one_of_all_earlier_runs():
@@ -67,9 +110,10 @@ def test_the_order_of_examples_is_the_one_of_all_earlier_runs():
     assert drawn == [178790, 310391, 232272, 993828]
 
 
-def test_batches_gathered_on_the_device_are_those_read_on_the_host():
+@pytest.mark.parametrize('chosen', [{}, CHOSEN])
+def test_batches_gathered_on_the_device_are_those_read_on_the_host(chosen):
     crop = CentralCrop(scale=1.2)
-    assert_same(taken(loader(crop, placement='device')), taken(loader(crop, placement='host')))
+    assert_same(*(taken(loader(crop, placement=p, chosen=chosen)) for p in ('device', 'host')))
 
 
 def test_every_epoch_has_every_example_once_in_another_order():
@@ -80,9 +124,11 @@ def test_every_epoch_has_every_example_once_in_another_order():
     assert all(a != b for a, b in itertools.pairwise(epochs))
 
 
+@pytest.mark.parametrize('chosen', [{}, CHOSEN])
 @pytest.mark.parametrize('count', [1, 2, 4])
-def test_the_global_batch_does_not_depend_on_the_number_of_processes(count):
-    steps, sampler = range(3), loading.shuffled_sampler(N, seed=3)
+def test_the_global_batch_does_not_depend_on_the_number_of_processes(count, chosen):
+    steps, config = range(3), loading.LoaderConfig(**chosen)
+    sampler = loading.training_sampler(SOURCE, config, batch_size=8, seed=3)
     parts = [
         list(loading.host_batches(loader(), sampler, steps=steps, rows=rows, batch_size=8))
         for rows in np.split(np.arange(8), count)
@@ -90,7 +136,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(count):
     together = [
         jax.tree.map(lambda *p: np.concatenate(p), *step) for step in zip(*parts, strict=True)
     ]
-    assert_same(together, taken(loader(), stop=3))
+    assert_same(together, taken(loader(chosen=chosen), stop=3))
 
 
 @pytest.mark.parametrize('placement', ['host', 'device'])
@@ -143,8 +189,11 @@ def test_the_first_images_that_are_left_out_are_named_once(caplog):
     assert [line[:10] for line in caplog.messages] == ['skipped: a', 'skipped: b']
 
 
-@pytest.mark.parametrize('values', [{'threads': 0}, {'device_mb': -1.0}, {'placement': 'device'}])
-def test_a_value_that_makes_no_sense_is_named(values):
-    with pytest.raises(UserError, match=f'{[*values][0]}'):
+SENSELESS = {'threads': 0, 'device_mb': -1.0, 'placement': 'device', 'repeats': 0, 'balance': 1.5}
+
+
+@pytest.mark.parametrize('name', SENSELESS)
+def test_a_value_that_makes_no_sense_is_named(name):
+    with pytest.raises(UserError, match=name):
         reader = loading.ImageReader(SOURCE, RandomCrop(), (6, 6), exif_rotation=True)
-        loading.make_loader(reader, loading.LoaderConfig(**values))
+        loading.make_loader(reader, loading.LoaderConfig(**{name: SENSELESS[name]}))

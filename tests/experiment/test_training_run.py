@@ -134,6 +134,7 @@ def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
             erasing=0.3,
             randaugment=RandAugment(layers=1),
         ),
+        loader=loading.LoaderConfig(repeats=2, balance=0.5),
     )
     whole = training_run.train(config, str(tmp_path / 'whole'))
     # In the evaluation at step 5; in it again, at the start; in the few-shot evaluation; at step 8.
@@ -441,6 +442,7 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'eval_batch_size': 8 * 10**10}, 'config.eval_batch_size=80000000000'),
         ({'accumulation_steps': 3}, 'batch_size=16 .* x 3'),
         ({'ema_decay': 1.5}, 'config.ema_decay=1.5'),
+        ({'loader': loading.LoaderConfig(repeats=9)}, 'config.loader.repeats=9'),
         ({'seed': 'x'}, "config.seed='x'"),
         ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0'),
         ({'evals': {'train': EvalConfig()}}, "config.evals: 'train'"),

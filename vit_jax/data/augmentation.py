@@ -1,4 +1,4 @@
-"""Augments training batches on the device: flips, shifts, RandAugment, erasing, MixUp, CutMix.
+"""Augments training batches on the device, such as by flips, RandAugment, MixUp and CutMix.
 
 The random numbers of an example depend only on (seed, epoch, example), not on its batch, or on
 processes, devices or threads. MixUp and CutMix mix an example with its neighbor in the batch.
@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from vit_jax.base import Array, Batch, Float, Int, Key, Record, UInt8, require_between
 from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing, Size
+from vit_jax.data.three_augment import apply_color_jitter, apply_three_augment
 
 # RandAugment's layers and magnitude, and MixUp's alpha ("How to train your ViT?", AugReg).
 AUGREG_LEVELS = {
@@ -49,7 +50,7 @@ _ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 # images of 0 to 255, and labels as rows (b k).
 AugmentFunction = Callable[[Key[Array, ''], Batch], Batch]
 # Purposes of random numbers, folded into an example's key; RandAugment also folds in the layer.
-_SHIFT, _FLIP, _RANDAUGMENT, _ERASE, _MIX = range(5)
+_SHIFT, _FLIP, _RANDAUGMENT, _ERASE, _MIX, _THREE_AUGMENT, _JITTER = range(7)
 Contrast = Literal['mean', 'pixel_count']
 OPERATIONS = tuple(
     'auto_contrast equalize invert rotate posterize solarize color contrast brightness sharpness '
@@ -78,6 +79,7 @@ class Augmentation(Record):
     """Random changes to training images. The fields are in the order of application.
 
     `crop` replaces the preprocessing's crop and runs on the host; the rest runs on the device.
+    `three_augment` is DeiT III's 3-Augment, which DeiT III combines with `color_jitter` 0.3.
     `erasing` is the probability of random erasing (Zhong et al. 2017). `mixup` (Zhang et al. 2017)
     and `cutmix` (Yun et al. 2019) set alpha of Beta(alpha, alpha), from which the weight of the
     second image and its label is drawn. If both are set, each example uses one of them at random.
@@ -86,13 +88,15 @@ class Augmentation(Record):
     crop: Crop | None = None  # crop on the host; None: the preprocessing's crop
     shift_pixels: int = 0  # largest shift in each direction
     flip: bool = False  # flip left to right with probability 1/2
+    three_augment: bool = False  # gray, solarize or blur each image, one of them at random
+    color_jitter: float = 0.0  # largest relative change of brightness, contrast and saturation
     randaugment: RandAugment = dataclasses.field(default_factory=RandAugment)  # 0 layers: off
     erasing: float = 0.0  # probability that a rectangle is replaced by noise
     mixup: float = 0.0  # alpha of Beta(alpha, alpha) for the weight of the second image; 0: off
     cutmix: float = 0.0  # alpha of Beta(alpha, alpha) for the area of the second image; 0: off
 
     def check(self) -> None:
-        require_between(self, 'erasing', low=0, high=1)
+        require_between(self, 'erasing', 'color_jitter', low=0, high=1)
         require_between(self, 'shift_pixels', 'mixup', 'cutmix', low=0)
 
 
@@ -164,6 +168,10 @@ def _augment_image(key: Key[Array, ''], image: Image, config: Augmentation) -> I
     if config.flip:
         coin = jax.random.bernoulli(jax.random.fold_in(key, _FLIP))
         image = jnp.where(coin, image[:, ::-1], image)
+    if config.three_augment:
+        image = apply_three_augment(jax.random.fold_in(key, _THREE_AUGMENT), image)
+    if config.color_jitter:
+        image = apply_color_jitter(jax.random.fold_in(key, _JITTER), image, config.color_jitter)
     if config.randaugment.layers:
         image = apply_randaugment(jax.random.fold_in(key, _RANDAUGMENT), image, config.randaugment)
     if config.erasing:

@@ -102,8 +102,35 @@ class RandomCrop(Record):
         if self.keep_aspect:
             scaled = _covering_size(image.shape[:2], scaled, _rounded)
         image = _resize(image, scaled, 'bilinear')
-        top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
-        return image[top : top + size[0], left : left + size[1]]
+        return _crop_at_random(image, size, rng)
+
+
+@dataclasses.dataclass(kw_only=True)
+class SimpleRandomCrop(Record):
+    """Resizes the shorter side to the image size, pads and crops at random (DeiT III, section 3.2).
+
+    The crop contains most of the image, unlike an InceptionCrop. The padding mirrors the image
+    without repeating its edge. Sizes are rounded down, as in torchvision.
+    """
+
+    random: ClassVar[bool] = True
+    padding: int = 4  # mirrored pixels on each side
+    resize: ResizeMethod = 'bicubic_antialias'  # bilinear is faster, but without antialiasing
+
+    def check(self) -> None:
+        require_between(self, 'padding', low=0, high=1024)
+
+    def __call__(self, image: Image, size: Size, rng: np.random.Generator | None) -> Image:
+        """Returns a crop (h w 3) of an image; `rng` draws its position."""
+        import cv2
+
+        assert rng is not None  # random crops are for training only
+        image = _resize(
+            image, _covering_size(image.shape[:2], size, operator.floordiv), self.resize
+        )
+        pixels = self.padding
+        image = cv2.copyMakeBorder(image, pixels, pixels, pixels, pixels, cv2.BORDER_REFLECT_101)
+        return _crop_at_random(image, size, rng)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -161,7 +188,7 @@ class InceptionCrop(Record):
         return next((n for n in (8, 4, 2) if n <= most), 1)
 
 
-Crop = Resize | CentralCrop | RandomCrop | InceptionCrop
+Crop = Resize | CentralCrop | RandomCrop | SimpleRandomCrop | InceptionCrop
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -224,6 +251,11 @@ def decode_and_crop(
         return region, crop.reduction(region[2:], size)
 
     return _resize(decode_region(stored, choose, to_end=to_end, **options), size, 'bilinear')
+
+
+def _crop_at_random(image: Image, size: Size, rng: np.random.Generator) -> Image:
+    top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
+    return image[top : top + size[0], left : left + size[1]]
 
 
 def _resize(image: Image, size: Size, method: ResizeMethod) -> Image:

@@ -35,7 +35,11 @@ _ROWS = 4  # rows that a thread reads at a time: few, so that all threads finish
 
 @dataclasses.dataclass(frozen=True)
 class ExampleRef:
-    """Identifies an example by its index in the source and its epoch, both from 0."""
+    """Identifies an example by its index in the source and its epoch, both from 0.
+
+    The epoch is the number of earlier uses of the image. Different uses have different random
+    numbers. Without repeats and class balance it is the number of complete passes over the source.
+    """
 
     index: int
     epoch: int = 0
@@ -155,7 +159,12 @@ def count_cores() -> int:
 
 @dataclasses.dataclass(kw_only=True)
 class LoaderConfig(Record):
-    """How images reach the device. Only the last two fields can change results.
+    """Which images are in a training batch, and how they reach the device.
+
+    `repeats` is repeated augmentation (Hoffer et al. 2020; DeiT): a batch has `repeats` times fewer
+    different images, and each is augmented differently every time. `balance` draws an image of a
+    class with n images with a probability proportional to n^(1 - balance). Neither of them changes
+    evaluations, or the number of images of an epoch.
 
     `placement=device` reads all images once and keeps them on the device as one uint8 array, from
     which batches are gathered. `auto` does this if there is no random crop and the images fit into
@@ -169,11 +178,14 @@ class LoaderConfig(Record):
     threads: int | None = None  # decoding threads; None: one per CPU core
     on_unreadable: OnUnreadable = 'error'  # error: stop; skip: skip and count unreadable images
     max_pixels: int = MAX_PIXELS  # largest stored height x width
+    repeats: int = 1  # times that each image is in a training batch
+    balance: float = 0.0  # 0: classes as frequent as their images; 1: all classes equally frequent
 
     def check(self) -> None:
         require_between(self, 'max_pixels', low=1, high=MAX_PIXELS_LIMIT)
         require_between(self, 'device_mb', low=0)
-        require_between(self, 'threads', low=1)
+        require_between(self, 'threads', 'repeats', low=1)
+        require_between(self, 'balance', low=0, high=1)
 
 
 def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
@@ -199,12 +211,92 @@ def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int
 Sampler = Callable[[int], ExampleRef | None]
 
 
-def shuffled_sampler(count: int, *, seed: int) -> Sampler:
+def shuffled_sampler(count: int, *, seed: int) -> Callable[[int], ExampleRef]:
     """Returns a sampler of an endless stream that shuffles all examples anew in each epoch."""
     import grain  # takes a quarter of a second, and not all programs read batches
 
     indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
     return lambda position: ExampleRef(int(indices[position]), position // count)
+
+
+def balanced_sampler(
+    labels: Int[np.ndarray, 'n'], *, balance: float, seed: int
+) -> Callable[[int], ExampleRef]:
+    """Returns a sampler of an endless stream in which rare classes are more frequent.
+
+    An epoch has as many examples as there are images, in random order. A class of m images has a
+    share of each epoch that is proportional to m^(1 - balance). The share is rounded such that the
+    number of examples of all epochs so far differs by at most 1. The images of a class take turns,
+    in an order that is shuffled anew in each turn.
+
+    Args:
+      labels: The class number of each image.
+      balance: 0: classes are as frequent as their images; 1: all classes are equally frequent.
+      seed: Seed of the order.
+    """
+    _, counts = np.unique(labels, return_counts=True)
+    by_class = np.split(np.argsort(labels, kind='stable'), np.cumsum(counts)[:-1])
+    shares = np.cumsum(counts ** (1.0 - balance))
+    shares = np.concatenate([[0], shares / shares[-1]])
+    order = shuffled_sampler(len(labels), seed=seed)
+
+    @functools.lru_cache(maxsize=4)  # a batch has examples of few epochs
+    def starts(epoch: int) -> Int[np.ndarray, 'c']:
+        """Returns where each class starts among all earlier examples, if sorted by class."""
+        return np.rint(shares * len(labels) * epoch).astype(np.int64)
+
+    @functools.cache
+    def turns(number: int) -> Callable[[int], ExampleRef]:
+        class_seed = np.random.SeedSequence((seed, number)).generate_state(1)[0]
+        return shuffled_sampler(len(by_class[number]), seed=int(class_seed))
+
+    def sampler(position: int) -> ExampleRef:
+        place = order(position)
+        before, after = starts(place.epoch), starts(place.epoch + 1)
+        in_epoch = after - before  # where each class starts in this epoch, if sorted by class
+        number = int(np.searchsorted(in_epoch, place.index, side='right')) - 1
+        used = before[number + 1] - before[number] + place.index - in_epoch[number]
+        turn = turns(number)(int(used))
+        return ExampleRef(int(by_class[number][turn.index]), turn.epoch)
+
+    return sampler
+
+
+def training_sampler(
+    source: Source, config: LoaderConfig, *, batch_size: int, seed: int
+) -> Callable[[int], ExampleRef]:
+    """Returns the sampler of training batches: shuffled, balanced and repeated as configured.
+
+    The copies of an image are `batch_size / repeats` rows apart, rounded up. So MixUp and CutMix,
+    which mix neighbors, do not mix an image with its copy, and the copies are on different devices
+    if there are `repeats` devices. If `repeats` does not divide the batch size, a few images of a
+    batch have one copy less.
+
+    Raises:
+      UserError: If classes are to be balanced but an image has not exactly one class.
+    """
+    check_balance(source, config)
+    sampler = shuffled_sampler(len(source), seed=seed)
+    if config.balance:
+        sampler = balanced_sampler(source.labels, balance=config.balance, seed=seed)
+    if config.repeats == 1:
+        return sampler
+    distinct = -(-batch_size // config.repeats)
+
+    def repeated(position: int) -> ExampleRef:
+        step, row = divmod(position, batch_size)
+        copy, place = divmod(row, distinct)
+        ref = sampler(step * distinct + place)
+        return ExampleRef(ref.index, ref.epoch * config.repeats + copy)
+
+    return repeated
+
+
+def check_balance(source: Source, config: LoaderConfig) -> None:
+    """Raises UserError if classes are to be balanced but an image has not exactly one class."""
+    wrong = f'loader.balance={config.balance}: expected 0 for {source.data} {source.split}, because'
+    require(not config.balance or not source.multi_label, f'{wrong} images have several classes')
+    require(not config.balance or bool(source.class_names), f'{wrong} images have no classes')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,6 +307,7 @@ class Loader:
     load: Callable[[Sequence[ExampleRef | None]], Batch]  # reads into host memory; None: padding
     place: Callable[[Batch], Batch]  # maps the loaded arrays, moved to devices, to the batch
     sharding: NamedSharding  # of the batches
+    config: LoaderConfig
 
 
 def make_loader(
@@ -242,9 +335,9 @@ def make_loader(
         require(config.placement != 'device', f'{wrong}, because random crops differ by epoch')
     elif config.placement == 'device' or (config.placement == 'auto' and fits):
         with pool:
-            return _keep_on_device(reader, pool, sharding)
+            return _keep_on_device(reader, pool, sharding, config)
     load = functools.partial(reader.examples, pool=pool)
-    return Loader(reader.source, load, lambda batch: batch, sharding)
+    return Loader(reader.source, load, lambda batch: batch, sharding, config)
 
 
 def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[ImageReader], Loader]:
@@ -261,7 +354,9 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
     return loader_of
 
 
-def _keep_on_device(reader: ImageReader, pool: futures.Executor, sharding: NamedSharding) -> Loader:
+def _keep_on_device(
+    reader: ImageReader, pool: futures.Executor, sharding: NamedSharding, config: LoaderConfig
+) -> Loader:
     """Reads all images once; then `load` lists the examples of a batch and `place` gathers them."""
     examples = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(examples, dict.fromkeys(examples, NamedSharding(sharding.mesh, PartitionSpec())))
@@ -272,7 +367,8 @@ def _keep_on_device(reader: ImageReader, pool: futures.Executor, sharding: Named
         refs = refs | {'mask': batch['mask'] & refs['mask']}
         return jax.lax.with_sharding_constraint(batch | refs, sharding)
 
-    return Loader(reader.source, _describe_examples, functools.partial(gather, stored), sharding)
+    place = functools.partial(gather, stored)
+    return Loader(reader.source, _describe_examples, place, sharding, config)
 
 
 def host_batches(
@@ -311,7 +407,8 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Yields the batches of these steps, from examples that are shuffled anew in each epoch.
 
-    The batch of a step does not depend on the first step of `steps`.
+    Images are repeated and classes are balanced as the loader's configuration says. The batch of a
+    step does not depend on the first step of `steps`.
 
     Args:
       loader: Makes the batches.
@@ -319,7 +416,7 @@ def training_batches(
       batch_size: Images per batch of all processes.
       seed: Seed of the order.
     """
-    sampler = shuffled_sampler(len(loader.source), seed=seed)
+    sampler = training_sampler(loader.source, loader.config, batch_size=batch_size, seed=seed)
     return batches(loader, sampler, steps=steps, batch_size=batch_size)
 
 

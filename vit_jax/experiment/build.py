@@ -20,7 +20,13 @@ from vit_jax.checkpoints.transfer import Transferred, remove_head, transfer, wit
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augment, example_keys, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
-from vit_jax.data.loading import ImageReader, check_memory, make_loaders, make_warning
+from vit_jax.data.loading import (
+    ImageReader,
+    check_balance,
+    check_memory,
+    make_loaders,
+    make_warning,
+)
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
@@ -208,6 +214,7 @@ def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, S
         for name, one in config.evaluations.items()
     }
     raise_all(check_labels(config, train, evaluated))
+    check_balance(train, config.loader)
     return train, evaluated
 
 

@@ -1,6 +1,6 @@
 """Measures how much faster a training step is with PatchDropout, in one process.
 
-    python -m benchmarks.patch_dropout [--model=B/16] [--batch=4] [--rate=0.5] [--turns=3]
+    python -m benchmarks.patch_dropout [--model=B/16] [--batch=8] [--rate=0.5] [--turns=3]
 
 Steps without and with PatchDropout take turns on the same train state, so that other work on the
 machine slows both. The first turn warms up. CPU seconds are those of the process, on all cores;
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--model', default='B/16')
     parser.add_argument('--rate', type=float, default=0.5)
-    parser.add_argument('--batch', type=int, default=4)
+    parser.add_argument('--batch', type=int, default=8)
     parser.add_argument('--turns', type=int, default=3)
     arguments = parser.parse_args()
     seconds = measure(arguments)

@@ -162,9 +162,10 @@ def effects(config):
             digest.update(np.asarray(array).tobytes())
     yield digest.hexdigest()
     size = experiment.model.config.image_size
-    for update in filter(None, (experiment.update, experiment.late_update)):
-        batch = abstract_batch(experiment.mesh, config.batch_size, size)
-        yield f'{experiment.late_step} {program(update, state, batch)}'
+    batch = abstract_batch(experiment.mesh, config.batch_size, size)
+    yield program(experiment.update, state, batch)
+    if late := experiment.late:
+        yield f'{late.first_step} {program(late.update, state, batch)}'
     evaluator = experiment.evaluator
     for reader in experiment.eval_readers.values():
         yield program(evaluator.step, state.eval_params, evaluator.batches.abstract(reader))

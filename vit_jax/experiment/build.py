@@ -58,12 +58,18 @@ Update = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
 LossSumsFn = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
 
 
+class LateUpdate(NamedTuple):
+    """The update from a step on."""
+
+    first_step: int  # number of updates before it
+    update: Update  # keeps all patches
+
+
 class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
     init() -> initial TrainState
     update(state, batch) -> (state after one step, metrics)
-    late_update: `update` without PatchDropout, from step `late_step` on
     evaluator.evaluate(params, eval_readers[name]) -> metrics of an evaluation
     """
 
@@ -79,8 +85,7 @@ class Experiment(NamedTuple):
     probes: Probes | None  # data sets of the few-shot evaluation
     init: Callable[[], TrainState]
     update: Update
-    late_update: Update | None  # None: `update` is used until the end
-    late_step: int
+    late: LateUpdate | None  # None: `update` is used until the end
     evaluator: Evaluator
     param_group_report: list[str]  # the parameters that each param group matched, in lines
 
@@ -167,15 +172,6 @@ def build_experiment(
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     train_sums, eval_sums = _make_loss_sums(config, model, preprocessing, train)
     init, update, report = _make_training(config, model, train_sums, length, train)
-    late_step, late_update = length.total_steps, None
-    if config.patch_dropout_until is not None:
-        late_step = length.to_steps(config.patch_dropout_until)
-        wrong = f'config.patch_dropout_until.{config.patch_dropout_until}: step {late_step}'
-        end = f'expected less than config.total, {length.total_steps} steps'
-        require(late_step < length.total_steps, f'{wrong}; {end}')
-        late_model = build_model(regularization=without_patch_dropout(config))
-        late_sums, _ = _make_loss_sums(config, late_model, preprocessing, train)
-        _, late_update, _ = _make_training(config, late_model, late_sums, length, train)
     return Experiment(
         config=config,
         start_from=start,
@@ -189,8 +185,7 @@ def build_experiment(
         probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
         init=meshes.with_mesh(mesh, init),
         update=update,
-        late_update=late_update,
-        late_step=late_step,
+        late=_make_late_update(config, build_model, preprocessing, length, train),
         evaluator=make_evaluator(eval_sums, batches),
         param_group_report=report,
     )
@@ -389,3 +384,25 @@ def _make_training(
         ema_decay=config.ema_decay,
     )
     return init, update, groups.report
+
+
+def _make_late_update(
+    config: TrainConfig,
+    build_model: Callable[..., Model],
+    preprocessing: Preprocessing,
+    length: TrainLength,
+    train: Source,
+) -> LateUpdate | None:
+    """Makes the update of the steps after `config.patch_dropout_until`; None: there are none.
+
+    Raises UserError if PatchDropout does not end before the run.
+    """
+    until, total = config.patch_dropout_until, length.total_steps
+    if until is None:
+        return None
+    step = length.to_steps(until)
+    wrong = f'config.patch_dropout_until.{until}: ends PatchDropout at step {step}'
+    require(step < total, f'{wrong}; expected a step before the end, {total}; set a shorter one')
+    model = build_model(regularization=without_patch_dropout(config))
+    sums, _ = _make_loss_sums(config, model, preprocessing, train)
+    return LateUpdate(step, _make_training(config, model, sums, length, train)[1])

@@ -229,7 +229,7 @@ def _describe_patch_dropout(experiment: Experiment) -> list[str]:
         return []
     operations = count_multiply_adds(model, regularization=regularization) / 1e6
     tokens = plural(regularization.num_tokens(model), 'token')
-    until = f' before step {experiment.late_step}' if experiment.late_update else ''
+    until = f' before step {experiment.late.first_step}' if experiment.late else ''
     return [f'training{until}: {tokens}, {operations:,.1f} M multiply-adds per image']
 
 

@@ -142,7 +142,7 @@ class Programs(NamedTuple):
 
     state: TrainState  # shape, type and sharding of each array
     update: Update
-    late_update: Update | None  # see `Experiment`
+    late_update: Update | None  # `Experiment.late`
     evaluators: dict[str, Evaluator]  # by name; `fewshot` computes features
 
 
@@ -153,8 +153,8 @@ def compile_programs(experiment: Experiment, console: Console) -> Programs:
         console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
     update, late = lower_update(experiment, state).compile(), None
-    if experiment.late_update is not None:
-        late = lower_update(experiment, state, experiment.late_update).compile()
+    if experiment.late is not None:
+        late = lower_update(experiment, state, experiment.late.update).compile()
     return Programs(state, update, late, compile_evaluators(experiment, state.eval_params))
 
 
@@ -330,12 +330,12 @@ class TrainingRun:
     def _update_in(self, steps: range) -> Update:
         """Returns the update, which takes another program at the step that ends PatchDropout."""
         early, late = self.programs.update, self.programs.late_update
-        if late is None:
+        switch, numbers = self.opened.experiment.late, iter(steps)
+        if late is None or switch is None:
             return early
-        late_step, numbers = self.opened.experiment.late_step, iter(steps)
 
         def update(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-            program = early if next(numbers) < late_step else late
+            program = early if next(numbers) < switch.first_step else late
             return program(state, batch)
 
         return update

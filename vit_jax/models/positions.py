@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Int, Key
+from vit_jax.base import Array, Float, Int, Key, Num
 
 Tokens = Float[Array, 'b n d']
 Heads = Float[Array, 'b _ h k']
@@ -167,7 +167,7 @@ def make_angles(
 
 
 def _grid_angles(
-    y: Float[np.ndarray, 'r'], x: Float[np.ndarray, 'c'], head_size: int, *, base: int
+    y: Num[np.ndarray, 'r'], x: Num[np.ndarray, 'c'], head_size: int, *, base: int
 ) -> Float[np.ndarray, 'n k']:
     """Computes the angles of a grid with these rows and columns.
 

@@ -87,8 +87,8 @@ def compile_step(config: TrainConfig, topology: Topology) -> StepMemory:
     experiment = build_experiment(config, devices=topology.devices)
     state = training_run.abstract_state(experiment)
     with ahead_of_time.assume_cudnn():
-        # Steps that keep all patches need more memory.
-        lowered = training_run.lower_update(experiment, state, experiment.late_update)
+        late = experiment.late  # steps that keep all patches need more memory
+        lowered = training_run.lower_update(experiment, state, late and late.update)
     quickly = topology.devices[0].platform == 'tpu'
     memory = ahead_of_time.compile_for(topology, lowered, quickly=quickly).memory_analysis()
     if quickly and memory.peak_memory_in_bytes > _NEAR * topology.memory:

@@ -116,12 +116,7 @@ def _write_arrays(
     wrong = f'head={records.text_of(config.head)}: the {form.name} format stores only linear heads'
     require(config.num_classes is None or config.head == 'linear', f'{wrong}; pass --drop_head')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
-        wrong = f'the {form.name} format cannot hold positions={config.positions}'
-        require(config.positions not in ROTARY, f'{wrong}; use format=vit_jax')
-        table, own = compute_position_table(config, params), position_table_axes(config)
-        kept = {name: leaf for name, leaf in params.items() if name not in own}
-        params = kept | {'pos_embedding': table}
-        config = dataclasses.replace(config, positions='learned')
+        config, params = _with_learned_positions(form, config, params)
         card = dataclasses.replace(card, model=config)
         notes.append('positions: written as learned position embeddings')
     layout = layout or form.usual_layout(config)
@@ -155,6 +150,17 @@ def _write_arrays(
         place = place / form.file_name
     array_files.write_safetensors(place, arrays, metadata)
     return notes
+
+
+def _with_learned_positions(
+    form: Format[Any], config: ViTConfig, params: Params
+) -> tuple[ViTConfig, Params]:
+    """Returns the equal model that has its positions as learned embeddings."""
+    wrong = f'the {form.name} format cannot hold positions={config.positions}'
+    require(config.positions not in ROTARY, f'{wrong}; use format=vit_jax')
+    table, own = compute_position_table(config, params), position_table_axes(config)
+    kept = {name: leaf for name, leaf in params.items() if name not in own}
+    return dataclasses.replace(config, positions='learned'), kept | {'pos_embedding': table}
 
 
 def _check_round_trip(

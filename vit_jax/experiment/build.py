@@ -45,7 +45,7 @@ from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
 from vit_jax.pretrained import load_teacher
 from vit_jax.training import distillation
 from vit_jax.training import update as updates
-from vit_jax.training.distillation import make_teaching
+from vit_jax.training.distillation import Teaching, make_teaching
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import (
     BatchSums,

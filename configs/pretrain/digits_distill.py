@@ -2,7 +2,7 @@
 
 Paper: "Distilling the Knowledge in a Neural Network": half of the loss is the divergence from the
 teacher's probabilities at temperature 2, half the cross-entropy with the labels.
-Result: 94.6 +- 1.8 % test accuracy with 3 seeds; 94.5 +- 1.3 % without a teacher.
+Result: 94.6 +- 1.8 % test accuracy (3 seeds), and 94.5 +- 1.3 % without a teacher: no difference.
 Cost: The training takes 1 to 2 minutes on a busy machine with 2 CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/digits_distill.py:/tmp/vit/quickstart \
              --workdir=DIR

@@ -166,8 +166,8 @@ def build_experiment(
     preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
     if config.init_head is not None:
         check_init_head(model_config, train, has_start=start is not None)
-
     config.distillation, loaded = load_teacher(config.distillation, train.class_names)
+
     mesh, planned = make_mesh(config, devices), devices is not None
     compute = resolve_compute_on_mesh(config, model_config, mesh, planned=planned, dtype=dtype)
     if not planned:
@@ -178,14 +178,11 @@ def build_experiment(
     model = build_model(regularization=config.regularization)
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     train_sums, eval_sums = _make_loss_sums(config, model, preprocessing, train)
-    teacher, late = None, None
+    late = _make_late_sums(config, build_model, preprocessing, train, length)
+    teacher = None
     if loaded is not None:
         teacher = loaded.as_teacher(compute.dtype, mesh, config.mesh, abstract=planned)
     teaching = make_teaching(config.distillation, model, teacher, parts=config.accumulation_steps)
-    if (until := config.patch_dropout_until) is not None:
-        late_model = build_model(regularization=get_late_regularization(config))
-        late_sums, _ = _make_loss_sums(config, late_model, preprocessing, train)
-        late = length.to_steps(until), late_sums
     init, update, report = _make_training(config, teaching, train_sums, length, train, late)
     return Experiment(
         config=config,
@@ -381,6 +378,20 @@ def _make_loss_sums(
     if train.multi_label:
         return train_sums, make_sums(loss, outputs=logits_and_targets)
     return train_sums, make_sums(with_scaled_targets(loss))
+
+
+def _make_late_sums(
+    config: TrainConfig,
+    build_model: Callable[..., Model],
+    preprocessing: Preprocessing,
+    train: Source,
+    length: TrainLength,
+) -> tuple[int, LossSumsFn] | None:
+    """Returns the first step without PatchDropout and its loss; None: it has no such step."""
+    if (until := config.patch_dropout_until) is None:
+        return None
+    model = build_model(regularization=get_late_regularization(config))
+    return length.to_steps(until), _make_loss_sums(config, model, preprocessing, train)[0]
 
 
 def _make_training(

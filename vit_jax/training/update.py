@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
+from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.distillation import PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
@@ -160,24 +160,12 @@ def make_update(
       `update(state, batch, *teacher)`; `teacher` are the parameters of the teacher, if any.
     """
 
-    def make_gradients(loss_sums: Callable[..., BatchSums]) -> GradientFunction:
-        def total(
-            params: Params, batch: Batch, key: Key[Array, '']
-        ) -> tuple[Float[Array, ''], BatchSums]:
-            batch_sums = loss_sums(stop_frozen_gradients(params), batch, key)
-            return batch_sums.sums['loss'], batch_sums
-
-        return accumulate_gradients(jax.grad(total, has_aux=True), accumulation_steps)
-
-    def choose_gradients(step: Int[Array, '']) -> GradientFunction:
-        first = make_gradients(loss_sums)
-        if late is None:
-            return first
-        change, second = late[0], make_gradients(late[1])
-        return lambda *arguments: jax.lax.cond(step < change, first, second, *arguments)
+    make = functools.partial(_make_gradients, stop=stop_frozen_gradients, parts=accumulation_steps)
 
     def update(state: TrainState, batch: Batch, *teacher: Params) -> tuple[TrainState, StepMetrics]:
-        gradients = choose_gradients(state.step)
+        gradients = make(loss_sums)
+        if late is not None:
+            gradients = _switch(state.step < late[0], gradients, make(late[1]))
         if sharpen is not None:
             gradients = sharpen(gradients, state.step)
         batch = augment(make_purpose_key(seed, AUGMENT), batch, *teacher)
@@ -209,6 +197,27 @@ def make_update(
         return after._replace(step=state.step + 1), StepMetrics(sums, examples, scalars)
 
     return update
+
+
+def _make_gradients(
+    loss_sums: Callable[..., BatchSums], stop: Callable[[Params], Params], parts: int
+) -> GradientFunction:
+    """Makes the function from (params, batch, key) to the gradient of the summed loss and sums."""
+
+    def total(
+        params: Params, batch: Batch, key: Key[Array, '']
+    ) -> tuple[Float[Array, ''], BatchSums]:
+        batch_sums = loss_sums(stop(params), batch, key)
+        return batch_sums.sums['loss'], batch_sums
+
+    return accumulate_gradients(jax.grad(total, has_aux=True), parts)
+
+
+def _switch(
+    is_first: Bool[Array, ''], first: GradientFunction, second: GradientFunction
+) -> GradientFunction:
+    """Returns the function that computes only one of two gradients."""
+    return lambda *arguments: jax.lax.cond(is_first, first, second, *arguments)
 
 
 def _is_schedule(node: Any) -> bool:

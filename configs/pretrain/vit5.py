@@ -20,6 +20,7 @@ from typing import Any
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing
+from vit_jax.data.loading import LoaderConfig
 from vit_jax.models import Compute, Regularization, variant
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
@@ -89,10 +90,13 @@ def get_config(run: str = 'B/16') -> TrainConfig:
             mean=(123.675, 116.28, 103.53),
             std=(58.395, 57.12, 57.375),
         ),
-        augmentation=Augmentation(crop=CROP, flip=True, mixup=0.8, cutmix=1.0),
+        augmentation=Augmentation(
+            crop=CROP, flip=True, three_augment=True, color_jitter=0.3, mixup=0.8, cutmix=1.0
+        ),
+        loader=LoaderConfig(repeats=3),
         total=Duration(epochs=epochs),
         batch_size=2048,
         loss=LossConfig(kind='sigmoid', binary_targets=True),
-        optimizer=OptimizerConfig(weight_decay=0.05),
+        optimizer=OptimizerConfig(kind='lamb', weight_decay=0.05, epsilon=1e-8),
         schedule=ScheduleConfig(learning_rate=learning_rate, warmup=Duration(epochs=5.0)),
     )

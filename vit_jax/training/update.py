@@ -1,5 +1,6 @@
 """The training step, a pure function (state, batch) -> (state, metrics)."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

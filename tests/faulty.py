@@ -130,7 +130,7 @@ def nan_memory(number, index):
         shards = [s.data * (jnp.nan if is_here(index) else 1) for s in leaf.addressable_shards]
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
-    @replacing(training_run, 'fit')
+    @replacing(training_run.loop, 'fit')
     def _(fit, update, *arguments, **more):
         def acting(state, batch):
             if int(state.step) == number:

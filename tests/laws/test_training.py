@@ -13,12 +13,12 @@ REQUEUE, INTERRUPTED = 75, 130  # exit codes: "start the same command again", an
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope='module', params=['adamw', 'muon'])
-def whole(request, tmp_path_factory):
-    """An uninterrupted training on one device, and its values."""
-    workdir, values = tmp_path_factory.mktemp('laws') / 'whole', {'optimizer.kind': request.param}
-    train(workdir, values=values)
-    return workdir, values
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    """An uninterrupted training on one device, with Muon."""
+    workdir = tmp_path_factory.mktemp('laws') / 'whole'
+    train(workdir)
+    return workdir
 
 
 def assert_equal_runs(workdir, expected):
@@ -36,7 +36,7 @@ def interrupt(workdir, number, step, **options):
 
 
 def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, tmp_path):
-    workdir, (expected, values) = tmp_path / 'run', whole
+    workdir = tmp_path / 'run'
     for number, step, code in [
         (signal.SIGKILL, 2, -9),
         (signal.SIGTERM, 30, REQUEUE),
@@ -44,9 +44,9 @@ def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, tmp_pat
         (signal.SIGINT, 70, INTERRUPTED),
         (signal.SIGHUP, 90, REQUEUE),
     ]:
-        assert interrupt(workdir, number, step, values=values) == [code]
-    train(workdir, values=values)
-    assert_equal_runs(workdir, expected)
+        assert interrupt(workdir, number, step) == [code]
+    train(workdir)
+    assert_equal_runs(workdir, whole)
 
 
 def test_a_run_with_a_teacher_is_killed_and_ends_with_the_same_bits(whole, tmp_path):
@@ -62,10 +62,11 @@ def test_a_run_with_a_teacher_is_killed_and_ends_with_the_same_bits(whole, tmp_p
 
 def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
     expected, workdir = tmp_path / 'whole', tmp_path / 'run'
-    train(expected, processes=2)
-    assert interrupt(workdir, signal.SIGTERM, 10, processes=2) == [REQUEUE, REQUEUE]
-    assert interrupt(workdir, signal.SIGKILL, 50, processes=2)[1] == -9
-    train(workdir, processes=2)
+    options = {'processes': 2, 'values': {'optimizer.kind': 'adamw'}}
+    train(expected, **options)
+    assert interrupt(workdir, signal.SIGTERM, 10, **options) == [REQUEUE, REQUEUE]
+    assert interrupt(workdir, signal.SIGKILL, 50, **options)[1] == -9
+    train(workdir, **options)
     assert_equal_runs(workdir, expected)
 
 
@@ -74,10 +75,9 @@ def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
     [(1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})],
 )
 def test_losses_do_not_depend_on_devices_and_processes(processes, devices, mesh, whole, tmp_path):
-    reference, kind = whole
-    values = kind | {f'mesh.{name}': value for name, value in mesh.items()}
+    values = {f'mesh.{name}': value for name, value in mesh.items()}
     train(tmp_path / 'run', processes=processes, devices=devices, values=values)
-    found, expected = losses(tmp_path / 'run'), losses(reference)
+    found, expected = losses(tmp_path / 'run'), losses(whole)
     assert found.keys() == expected.keys()
     # Sums over devices are taken in another order: rounding, which grows from step to step.
     for until, rtol in (20, 1e-6), (120, 1e-4):

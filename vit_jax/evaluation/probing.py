@@ -216,7 +216,8 @@ def fit_head(
     weights = fitted.weights.astype(np.float64)
     head = {'kernel': weights, 'bias': fitted.bias - fitted.mean @ weights}
     count, accuracy = plural(len(train.labels), 'image'), fitted.accuracy(train)
-    line = f'head: logistic regression on {count}, l2 {fitted.l2:g}, accuracy {accuracy:.2%}'
+    line = f'head: logistic regression on {count}, l2 {fitted.l2:g}, '
+    line += f'training accuracy {accuracy:.2%}'
     float32 = {name: values.astype(np.float32) for name, values in head.items()}
     return float32, '; '.join([line, *notes])
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from tests import tiny
 from vit_jax.base import storage
 from vit_jax.experiment import training_run
-from vit_jax.training import profiling
+from vit_jax.training import loop
 from vit_jax.training.duration import Duration
 
 pytestmark = pytest.mark.full
@@ -59,7 +59,7 @@ def test_a_profile_that_cannot_be_written_costs_no_training(tmp_path, caplog):
 def test_a_profiler_that_runs_already_goes_on_and_costs_no_training(tmp_path, caplog):
     place, steps = tmp_path / 'profile', range(3)
     with jax.profiler.trace(str(tmp_path / 'other')):
-        profiled = profiling.profile_steps(
+        profiled = loop.profile_steps(
             iter([{}, {}, {}]), steps, range(1, 2), place, Console(quiet=True)
         )
         assert len([*profiled]) == 3 and str(place) in caplog.text
@@ -68,8 +68,6 @@ def test_a_profiler_that_runs_already_goes_on_and_costs_no_training(tmp_path, ca
 
 def test_a_profile_of_a_run_on_a_bucket_is_in_its_work_directory(bucket):
     folder, batches = storage.resolve_folder('gs://bucket/of/run/profile'), [{}, {}, {}]
-    profiled = profiling.profile_steps(
-        iter(batches), range(3), range(1, 2), folder, Console(quiet=True)
-    )
+    profiled = loop.profile_steps(iter(batches), range(3), range(1, 2), folder, Console(quiet=True))
     assert [*profiled] == batches
     assert any(name.endswith('perfetto_trace.json.gz') for name in bucket.names('of/run/profile/'))

@@ -22,7 +22,7 @@ from vit_jax.data import loading
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
-from vit_jax.evaluation.evaluator import Evaluator, summarize_evals
+from vit_jax.evaluation.evaluator import Evaluator, Selection, summarize_evals
 from vit_jax.evaluation.features import make_feature_evaluator, make_feature_function
 from vit_jax.experiment import data_manifest, workdirs
 from vit_jax.experiment.build import Experiment, Update, build_experiment, make_eval_batches
@@ -32,8 +32,6 @@ from vit_jax.models import abstract_params
 from vit_jax.training import loop
 from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped
 from vit_jax.training.losses import StepMetrics
-from vit_jax.training.profiling import profile_steps
-from vit_jax.training.selection import Selection
 from vit_jax.training.update import TrainState
 
 
@@ -365,7 +363,7 @@ class TrainingRun:
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
         folder, console = workdir.folder / 'profile', self.reporter.console
-        watched = profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
+        watched = loop.profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
         with contextlib.closing(watched):
             return loop.fit(
                 lambda *inputs: self.programs.update(*inputs, *experiment.teacher),

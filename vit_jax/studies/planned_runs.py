@@ -12,10 +12,10 @@ from vit_jax.base import Path, UserError, records, require, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import FREE, TrainConfig, differing, write_config
+from vit_jax.evaluation.evaluator import lower_is_better
 from vit_jax.experiment import reporter, workdirs
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
-from vit_jax.training.selection import lower_is_better
 
 
 class PlannedRun(NamedTuple):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import operator
 import re
 from collections.abc import Callable
@@ -12,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from vit_jax.base import Array, Float, Int, Params, plural, records, tree_names
-from vit_jax.models.activation_sharding import mesh_in_context
+from vit_jax.training import muon
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig, make_param_groups
 from vit_jax.training.sharpness import Sam
@@ -34,9 +33,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 }
 # Options of all named kinds. They do not apply to an optimizer that is a function.
 _OF_ALL_KINDS = 'weight_decay', 'head_weight_decay', 'decay_pattern', 'moment_dtype'
-_MATRIX = f'{BLOCKS}.*kernel'  # parameters that Muon orthogonalizes
 _LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
-_ITERATIONS = 5  # Newton-Schulz iterations of Muon
 
 
 def _steps(count: int) -> Any:
@@ -159,7 +156,7 @@ def make_optimizer(
     `ParamGroups.stop_frozen_gradients`).
     """
     trained = [name for name, one in tree_names.named_leaves(groups.trainable).items() if one]
-    has_matrix = any(re.fullmatch(_MATRIX, name) for name in trained)
+    has_matrix = any(re.fullmatch(muon.MATRIX, name) for name in trained)
     wrong = 'optimizer.kind=muon: trains kernels of blocks, and no such kernel is trained; '
     wrong += 'expected a ViT or a hybrid whose blocks are trained; otherwise use kind=adamw'
     records.require(config.kind != 'muon' or has_matrix, wrong)
@@ -197,9 +194,10 @@ def _make_core(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTra
             adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
             if config.kind != 'muon':
                 return adam
+            orthogonal = muon.scale_by_muon(options['momentum'], config.moment_dtype)
             return optax.chain(
-                optax.masked(_muon(options['momentum'], config.moment_dtype), _is_matrix),
-                optax.masked(adam, lambda params: jax.tree.map(operator.not_, _is_matrix(params))),
+                optax.masked(orthogonal, muon.is_matrix),
+                optax.masked(adam, lambda tree: jax.tree.map(operator.not_, muon.is_matrix(tree))),
             )
         case 'sgd':
             return optax.trace(options['momentum'], accumulator_dtype=config.moment_dtype)
@@ -283,75 +281,11 @@ def check_average(optimizer: Any, groups: ParamGroups, params: Params, *, with_e
     records.require(state is None or (is_plain and not with_ema), wrong)
 
 
-def _is_matrix(params: Any) -> Any:
-    """Returns a tree of booleans that selects the kernels of blocks."""
-    return tree_names.match_mask(params, _MATRIX)
-
-
-def _matrix_axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
-    """Returns the input and output axes of a kernel. Axis 0, the depth, is a batch axis."""
-    first = leaf.ndim - 1 if name.endswith('attention/out/kernel') else 2
-    return optax.contrib.MuonDimensionNumbers((*range(1, first),), (*range(first, leaf.ndim),))
-
-
-def _matrix_sides(name: str, leaf: Any) -> list[int]:
-    """Returns the smaller and the larger side of the matrix of a block."""
-    axes = _matrix_axes(name, leaf)
-    return sorted(math.prod(leaf.shape[axis] for axis in group) for group in axes)
-
-
-def _depth_axes(depth: int, mesh: Any) -> tuple[tuple[str, ...], int]:
-    """Returns the mesh axes that split the blocks of a kernel, and their number of devices.
-
-    The blocks are padded to a multiple of this number. It is at most two per block, so that the
-    padding needs little memory.
-    """
-    axes, parts = tuple[str, ...](), 1
-    for axis in reversed(mesh.axis_names):
-        if parts * mesh.shape[axis] <= 2 * depth:
-            axes, parts = (axis, *axes), parts * mesh.shape[axis]
-    return axes, parts
-
-
-def _split_blocks(momentum: Float[Array, 'd ...']) -> Float[Array, 'p ...']:
-    """Pads the blocks of a kernel and splits them over the mesh in jax's context."""
-    if (mesh := mesh_in_context()) is None or mesh.size == 1:
-        return momentum
-    axes, parts = _depth_axes(len(momentum), mesh)
-    padding = [(0, -len(momentum) % parts), *[(0, 0)] * (momentum.ndim - 1)]
-    return jax.lax.with_sharding_constraint(jnp.pad(momentum, padding), PartitionSpec(axes))
-
-
 def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh) -> int:
     """Counts the floating-point operations of Muon's iterations per step, on each device.
 
     Returns 0 for other kinds, whose updates have no matrix products. `params` may be abstract.
     """
-    trainable = tree_names.named_leaves(make_param_groups(config, params).trainable)
-    operations = 0
-    for name, leaf in tree_names.named_leaves(params).items():
-        if config.kind == 'muon' and trainable[name] and re.fullmatch(_MATRIX, name):
-            m, n = _matrix_sides(name, leaf)
-            blocks = math.ceil(leaf.shape[0] / _depth_axes(leaf.shape[0], mesh)[1])
-            operations += blocks * _ITERATIONS * (4 * m**2 * n + 2 * m**3)
-    return operations
-
-
-def _muon(momentum: float, moment_dtype: str) -> optax.GradientTransformation:
-    """Makes Muon with updates as large as those of Adam (Muon is Scalable for LLM Training)."""
-    axes = functools.partial(tree_names.map_named, _matrix_axes)
-    make = functools.partial(optax.contrib.scale_by_muon, weight_dimension_numbers=axes)
-    orthogonal = make(beta=0.0, nesterov=False, ns_steps=_ITERATIONS)
-
-    def scale(name: str, momentum: Any, update: Any) -> Any:
-        update = jax.lax.slice_in_dim(update, 0, len(momentum))  # without padding
-        return 0.2 * math.sqrt(max(_matrix_sides(name, momentum))) * update
-
-    def orthogonalize(momenta: Any, _: Any) -> Any:
-        split = jax.tree.map(_split_blocks, momenta)
-        updates, _ = orthogonal.update(split, orthogonal.init(split))
-        return tree_names.map_named(scale, momenta, updates)
-
-    # The first transformation only normalizes the momentum; `orthogonalize` iterates.
-    momentum_only = make(beta=momentum, ns_steps=0, mu_dtype=moment_dtype)
-    return optax.chain(momentum_only, optax.stateless(orthogonalize))
+    if config.kind != 'muon':
+        return 0
+    return muon.count_operations(params, make_param_groups(config, params).trainable, mesh)

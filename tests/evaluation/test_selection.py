@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from vit_jax.training.selection import Selection
+from vit_jax.evaluation.evaluator import Selection
 
 NAN, INF = math.nan, math.inf
 

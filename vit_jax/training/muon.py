@@ -1,0 +1,94 @@
+"""Muon: the momentum of each kernel of a block is made orthogonal (optax.contrib.scale_by_muon).
+
+The kernels are stacked along the depth, and each device iterates on a part of the blocks.
+"""
+
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from vit_jax.base import Array, Float, Params, tree_names
+from vit_jax.models.activation_sharding import mesh_in_context
+from vit_jax.training.param_groups import BLOCKS
+
+MATRIX = f'{BLOCKS}.*kernel'  # parameters that Muon orthogonalizes
+_ITERATIONS = 5  # of Newton-Schulz
+
+
+def is_matrix(params: Any) -> Any:
+    """Returns a tree of booleans that selects the kernels of blocks."""
+    return tree_names.match_mask(params, MATRIX)
+
+
+def scale_by_muon(momentum: float, moment_dtype: str) -> optax.GradientTransformation:
+    """Makes Muon with updates as large as those of Adam (Muon is Scalable for LLM Training)."""
+    axes = functools.partial(tree_names.map_named, _matrix_axes)
+    make = functools.partial(optax.contrib.scale_by_muon, weight_dimension_numbers=axes)
+    orthogonal = make(beta=0.0, nesterov=False, ns_steps=_ITERATIONS)
+
+    def scale(name: str, momentum: Any, update: Any) -> Any:
+        update = jax.lax.slice_in_dim(update, 0, len(momentum))  # without padding
+        return 0.2 * math.sqrt(max(_matrix_sides(name, momentum))) * update
+
+    def orthogonalize(momenta: Any, _: Any) -> Any:
+        split = jax.tree.map(_split_blocks, momenta)
+        updates, _ = orthogonal.update(split, orthogonal.init(split))
+        return tree_names.map_named(scale, momenta, updates)
+
+    # The first transformation only normalizes the momentum; `orthogonalize` iterates.
+    momentum_only = make(beta=momentum, ns_steps=0, mu_dtype=moment_dtype)
+    return optax.chain(momentum_only, optax.stateless(orthogonalize))
+
+
+def count_operations(params: Params, trainable: Any, mesh: Mesh) -> int:
+    """Counts the floating-point operations of the iterations per step, on each device.
+
+    `params` may be abstract. `trainable` is a tree of booleans.
+    """
+    is_trained, operations = tree_names.named_leaves(trainable), 0
+    for name, leaf in tree_names.named_leaves(params).items():
+        if is_trained[name] and re.fullmatch(MATRIX, name):
+            m, n = _matrix_sides(name, leaf)
+            blocks = math.ceil(leaf.shape[0] / _depth_axes(leaf.shape[0], mesh)[1])
+            operations += blocks * _ITERATIONS * (4 * m**2 * n + 2 * m**3)
+    return operations
+
+
+def _matrix_axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
+    """Returns the input and output axes of a kernel. Axis 0, the depth, is a batch axis."""
+    first = leaf.ndim - 1 if name.endswith('attention/out/kernel') else 2
+    return optax.contrib.MuonDimensionNumbers((*range(1, first),), (*range(first, leaf.ndim),))
+
+
+def _matrix_sides(name: str, leaf: Any) -> list[int]:
+    """Returns the smaller and the larger side of the matrix of a block."""
+    axes = _matrix_axes(name, leaf)
+    return sorted(math.prod(leaf.shape[axis] for axis in group) for group in axes)
+
+
+def _depth_axes(depth: int, mesh: Any) -> tuple[tuple[str, ...], int]:
+    """Returns the mesh axes that split the blocks of a kernel, and their number of devices.
+
+    The blocks are padded to a multiple of this number. It is at most two per block, so that the
+    padding needs little memory.
+    """
+    axes, parts = tuple[str, ...](), 1
+    for axis in reversed(mesh.axis_names):
+        if parts * mesh.shape[axis] <= 2 * depth:
+            axes, parts = (axis, *axes), parts * mesh.shape[axis]
+    return axes, parts
+
+
+def _split_blocks(momentum: Float[Array, 'd ...']) -> Float[Array, 'p ...']:
+    """Pads the blocks of a kernel and splits them over the mesh in jax's context."""
+    if (mesh := mesh_in_context()) is None or mesh.size == 1:
+        return momentum
+    axes, parts = _depth_axes(len(momentum), mesh)
+    padding = [(0, -len(momentum) % parts), *[(0, 0)] * (momentum.ndim - 1)]
+    return jax.lax.with_sharding_constraint(jnp.pad(momentum, padding), PartitionSpec(axes))

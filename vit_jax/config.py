@@ -71,7 +71,7 @@ class TrainConfig(Record):
     head: Head | None = None  # linear, or f(num_classes) -> flax module; None: the model's head
     start_from: str | None = None  # checkpoint, in any format, to initialize parameters from
     reuse_head: bool = False  # keep the head of start_from for its classes; false: a new head
-    init_head: Literal['logistic'] | None = None  # probe of start_from (LP-FT); None: a new head
+    init_head: Literal['logistic'] | None = None  # fit a new head before training (LP-FT)
     hints: Hints = default(Hints)  # facts about start_from that its files do not contain
     preprocessing: Preprocessing | None = None  # None: preprocessing of start_from, or default
     augmentation: Augmentation | AugmentFunction = default(Augmentation)  # random changes to images
@@ -85,8 +85,8 @@ class TrainConfig(Record):
     distillation: Distillation = default(Distillation)  # a teacher to learn from
     optimizer: OptimizerConfig = default(OptimizerConfig)  # optimizer and param groups
     schedule: ScheduleConfig = default(ScheduleConfig)  # learning rate schedule
-    regularization: Regularization = default(Regularization)  # what training drops at random
-    patch_dropout_until: Duration | None = None  # length of the part with PatchDropout; None: all
+    regularization: Regularization = default(Regularization)  # dropout, stochastic depth, ...
+    patch_dropout_until: Duration | None = None  # PatchDropout ends here; None: at the end
     ema_decay: float | None = None  # decay of the moving average of parameters; None: no average
     max_skipped_steps: int = 10  # steps in a row with non-finite loss or gradient before stopping
     seed: int = 0  # seed of all random numbers
@@ -104,8 +104,8 @@ class TrainConfig(Record):
     tensorboard: bool = False  # also write metrics as TensorBoard event files
     writers: tuple[Writer, ...] = ()  # functions that also get each line of metrics.jsonl, as dict
 
-    # Computation. Except for compute.dtype and loader.on_unreadable, .max_pixels, .repeats and
-    # .balance, these fields affect only speed, memory and rounding.
+    # Computation. These fields affect only speed, memory and rounding, except for compute.dtype
+    # and the fields on_unreadable, max_pixels, repeats and balance of loader.
     compute: Compute = default(Compute)  # precision, memory and kernels
     mesh: MeshConfig = default(MeshConfig)  # sharding of batch and parameters over devices
     loader: LoaderConfig = default(LoaderConfig)  # reading of images
@@ -153,8 +153,8 @@ class TrainConfig(Record):
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
 
-# Fields that may change when a run resumes: they affect speed, memory, rounding, what is measured
-# and written, and whether training stops early, but not what is learned until then.
+# Fields that may change when a run resumes. They affect speed, memory, rounding, measurements,
+# files and early stopping, but no update.
 _COMPUTE = 'remat', 'unroll', 'attention', 'layout', 'last_block'
 _SPEED = 'mesh', *(f'compute.{name}' for name in _COMPUTE)
 _LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads'

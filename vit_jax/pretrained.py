@@ -153,10 +153,10 @@ class LoadedModel:
     def as_teacher(
         self, dtype: str, mesh: Mesh, config: MeshConfig, *, abstract: bool = False
     ) -> Teacher:
-        """Returns the model for distillation, with parameters and products of a dtype.
+        """Returns the model as a teacher, which stores parameters and computes in `dtype`.
 
         The parameters are sharded over the mesh like the train state, but without `config.rules`,
-        which name arrays of the trained model. With `abstract`, they stay off the devices.
+        which name arrays of the student. With `abstract`, they are only shapes and shardings.
         """
         params = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.dtype(dtype)), self.params)
         shardings = shardings_for(params, mesh, dataclasses.replace(config, rules=()))

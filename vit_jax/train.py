@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         times = plural(skipped, 'time')
         print(f'skipped    unreadable training images were skipped {times}')
     print(f'checkpoint {result.checkpoint}')
-    used = result.folder  # in commands, the name of its newest checkpoint
+    used = result.folder  # programs take the newest checkpoint of a work directory
     if (best := result.selection) and best.step is not None:
         used = result.checkpoint.with_name(str(best.step))
         print(f'best       {best} at step {best.step}: {used}')

@@ -3,9 +3,9 @@
 Paper: "DeiT III: Revenge of the ViT" (arXiv:2204.07118), table 1 and the commands of its
 repository: LAMB, batches of 2048, 800 epochs, binary cross-entropy, LayerScale, the same stochastic
 depth in all blocks, 3-Augment, repeated augmentation, MixUp 0.8, CutMix 1. S trains at 224 pixels.
-B and L train at 192, and then for 20 epochs at 224 with AdamW and RandAugment. Learning rates fall
-to 0 here and to 1e-5 there. The repository draws one weight of MixUp and CutMix for a whole batch,
-here each example has its own. Its crops are bicubic, those here bilinear.
+B and L train at 192, and then for 20 epochs at 224 with AdamW and RandAugment. Differences: the
+repository decays learning rates to 1e-5, draws one weight of MixUp and CutMix per batch, and crops
+bicubically. This recipe decays them to 0, draws a weight per example, and crops bilinearly.
 Result: The paper reaches 81.4 % (S), 83.8 % (B) and 84.9 % (L) on the validation images at 224
 pixels. It was not run here.
 Cost: 28 exaFLOPs (S), 79 exaFLOPs (B) and 276 exaFLOPs (L), without fine-tuning.

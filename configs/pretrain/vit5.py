@@ -4,8 +4,8 @@ Paper: "ViT-5: Vision Transformers for the Mid-2020s" (arXiv:2602.08071) and the
 repository: RMSNorm, also of queries and keys, no bias of queries, keys and values, LayerScale,
 learned positions and RoPE, and four registers with their own RoPE. The recipe is DeiT III's with
 other stochastic depth. B and L train at 192 pixels, and then for 20 epochs at 224, from the moving
-average of parameters. Learning rates fall to 0 here and to 1e-5 there. The repository draws one
-weight of MixUp and CutMix for a whole batch, here each example has its own.
+average of parameters. Differences: the repository decays learning rates to 1e-5 and draws one
+weight of MixUp and CutMix per batch; this recipe decays them to 0 and draws one per example.
 Result: The paper reaches 82.2 % (S), 84.2 % (B) and 84.9 % (L) on the validation images at 224
 pixels. It was not run here.
 Cost: 29 exaFLOPs (S), 81 exaFLOPs (B) and 142 exaFLOPs (L), without fine-tuning.

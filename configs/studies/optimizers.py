@@ -3,8 +3,8 @@
 Paper: "An Image is Worth 16x16 Words", appendix D.1, table 7: ResNets that were pre-trained with
 Adam on JFT-300M are fine-tuned with both optimizers; Adam is better on most tasks. JFT is not
 public: `full` refers to it by name. Muon is from "Muon is Scalable for LLM Training"
-(arXiv:2502.16982). `muon` measures on a tenth of the training images, so that no learning rate is
-chosen on test images.
+(arXiv:2502.16982). `muon` holds out a tenth of the training images and compares learning rates on
+them, not on test images.
 Result: not run here yet; PUBLISHED below is table 7.
 Cost: `small` has 3 training runs of 4 minutes on one CPU core, and 6 fine-tunings of 2 minutes.
 `muon` has 24 training runs of 2 minutes.

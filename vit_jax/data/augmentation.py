@@ -1,4 +1,4 @@
-"""Augments training batches on the device, such as by flips, RandAugment, MixUp and CutMix.
+"""Augments training batches on the device, for example with flips, RandAugment and MixUp.
 
 The random numbers of an example depend only on (seed, epoch, example), not on its batch, or on
 processes, devices or threads. MixUp and CutMix mix an example with its neighbor in the batch.

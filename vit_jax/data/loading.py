@@ -162,9 +162,9 @@ class LoaderConfig(Record):
     """Which images are in a training batch, and how they reach the device.
 
     `repeats` is repeated augmentation (Hoffer et al. 2020; DeiT): a batch has `repeats` times fewer
-    different images, and each is augmented differently every time. `balance` draws an image of a
-    class with n images with a probability proportional to n^(1 - balance). Neither of them changes
-    evaluations, or the number of images of an epoch.
+    different images, and each copy is augmented differently. `balance` makes the share of a class
+    with n images proportional to n^(1 - balance). Neither of them changes evaluations or the
+    number of images per epoch.
 
     `placement=device` reads all images once and keeps them on the device as one uint8 array, from
     which batches are gathered. `auto` does this if there is no random crop and the images fit into
@@ -225,9 +225,9 @@ def balanced_sampler(
     """Returns a sampler of an endless stream in which rare classes are more frequent.
 
     An epoch has as many examples as there are images, in random order. A class of m images has a
-    share of each epoch that is proportional to m^(1 - balance). The share is rounded such that the
-    number of examples of all epochs so far differs by at most 1. The images of a class take turns,
-    in an order that is shuffled anew in each turn.
+    share of each epoch that is proportional to m^(1 - balance). Its number of examples in all
+    epochs so far differs from the exact share by at most 1. The images of a class are used
+    equally often, in an order that is shuffled anew in each pass.
 
     Args:
       labels: The class number of each image.
@@ -242,7 +242,7 @@ def balanced_sampler(
 
     @functools.lru_cache(maxsize=4)  # a batch has examples of few epochs
     def starts(epoch: int) -> Int[np.ndarray, 'c']:
-        """Returns where each class starts among all earlier examples, if sorted by class."""
+        """Returns the first position of each class if all earlier examples are sorted by class."""
         return np.rint(shares * len(labels) * epoch).astype(np.int64)
 
     @functools.cache
@@ -269,8 +269,8 @@ def training_sampler(
 
     The copies of an image are `batch_size / repeats` rows apart, rounded up. So MixUp and CutMix,
     which mix neighbors, do not mix an image with its copy, and the copies are on different devices
-    if there are `repeats` devices. If `repeats` does not divide the batch size, a few images of a
-    batch have one copy less.
+    if there are `repeats` devices. If `repeats` does not divide the batch size, some images of a
+    batch have fewer copies.
 
     Raises:
       UserError: If classes are to be balanced but an image has not exactly one class.

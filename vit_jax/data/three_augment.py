@@ -1,8 +1,8 @@
 """3-Augment and color jitter on the device (DeiT III, Touvron et al. 2022, section 3.2).
 
-The original calls Pillow and torchvision, which round to 8 bits after each operation. The functions
-below round in the same places, so their results differ by at most one gray level in few pixels,
-because XLA may round a product and a sum in float32 once instead of twice.
+The original calls Pillow and torchvision, which round to 8 bits after each operation. These
+functions round in the same places. Few pixels differ, by one gray level, because XLA may fuse a
+product and a sum in float32 (FMA), which rounds once instead of twice.
 """
 
 import functools

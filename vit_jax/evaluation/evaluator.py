@@ -202,7 +202,7 @@ def average_precisions(
 
 
 def lower_is_better(metric: str) -> bool:
-    """Returns whether lower values are better: of a loss. `metric` is NAME or KIND/NAME."""
+    """Returns whether the metric is a loss, so lower is better. `metric`: NAME or KIND/NAME."""
     return metric.rpartition('/')[2] == 'loss'
 
 
@@ -217,8 +217,8 @@ class Selection:
     evaluation: str  # name of the evaluation
     metric: str  # name of its metric, such as accuracy
     split: str  # the evaluated split, such as train[90%:]
-    patience: int | None = None  # evaluations without improvement that end training; None: no end
-    step: int | None = None  # step of the best evaluation; None: no value was finite
+    patience: int | None = None  # stop after this many evaluations without improvement
+    step: int | None = None  # step of the best evaluation; None: no finite value yet
     value: float = 0.0  # the best value
     since: list[int] = dataclasses.field(default_factory=list)  # steps of the later evaluations
 

@@ -191,7 +191,7 @@ def check_init_head(model: ModelConfig, train: Source, *, has_start: bool) -> No
     pool = getattr(model, 'pool', None)
     found = f'head={records.text_of(model.head)}, pool={pool}'
     fits = model.head == 'linear' and pool not in ('none', 'cls_dist')
-    require(fits, f'config.init_head: got {found}; expected one linear head per image')
+    require(fits, f'config.init_head: got {found}; expected head=linear and one feature vector')
     wrong = f'config.init_head: images of {train.data} may have several classes'
     require(not train.multi_label, f'{wrong}; expected one class per image')
 

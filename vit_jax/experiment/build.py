@@ -322,7 +322,7 @@ def get_late_regularization(config: TrainConfig) -> Regularization:
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
     """Returns the bytes per device left by train state and gradients; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
-    sam = config.optimizer.sharpness or Sam(rho=0.0)  # needs other parameters; GSAM, two gradients
+    sam = config.optimizer.sharpness or Sam(rho=0.0)  # a copy of parameters; GSAM: one gradient
     extra = config.ema_decay is not None, config.accumulation_steps > 1, sam.rho > 0, sam.alpha > 0
     numbers = 2 + count_moments(config.optimizer) + sum(extra)  # float32 values per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
@@ -387,7 +387,7 @@ def _make_late_sums(
     train: Source,
     length: TrainLength,
 ) -> tuple[int, LossSumsFn] | None:
-    """Returns the first step without PatchDropout and its loss; None: it has no such step."""
+    """Returns the first step without PatchDropout, and its loss; None: the loss never changes."""
     if (until := config.patch_dropout_until) is None:
         return None
     model = build_model(regularization=get_late_regularization(config))

@@ -116,7 +116,7 @@ class OpenedRun(NamedTuple):
     experiment: Experiment
     workdir: Workdir
     check_data: Callable[[float], None]  # waits up to this many seconds; raises if the data changed
-    selection: Selection | None  # of the best checkpoint, if `config.keep_best` is set
+    selection: Selection | None  # the best evaluation; None: `config.keep_best` is not set
 
 
 @contextlib.contextmanager
@@ -377,9 +377,9 @@ class TrainingRun:
             )
 
     def _actions(self) -> list[PeriodicAction]:
-        """Returns the saving of checkpoints and the evaluations, with their intervals.
+        """Returns the actions that evaluate and that save checkpoints, with their intervals.
 
-        The evaluation that selects comes first, so that a checkpoint contains what it selected.
+        The evaluation for `keep_best` comes first, so that a checkpoint includes its result.
         """
         experiment, selection = self.opened.experiment, self.opened.selection
         config, steps_of = experiment.config, experiment.length.interval_steps
@@ -434,7 +434,7 @@ class TrainingRun:
     def evaluate(self, name: str, step: int, state: TrainState) -> bool:
         """Runs one evaluation over its whole split and records its metrics.
 
-        Saves a checkpoint if it is the best. Returns whether training ends (`config.patience`).
+        Saves a checkpoint at a new best value. Returns whether `config.patience` stops training.
         """
         with self.reporter.clock('evaluation'):
             self.reporter.record_event(f'evaluating {name}', step)

@@ -62,7 +62,7 @@ class Regularization(Record):
         return model.num_prefix_tokens + self.num_kept(patches)
 
     def check_model(self, model: ViTConfig) -> None:
-        """Raises UserError if the model does not support PatchDropout and it is on."""
+        """Raises UserError if PatchDropout is on and the model does not support it."""
         if self.patch_dropout == 0:
             return
         wrong = f'regularization.patch_dropout={self.patch_dropout:g}: not supported with'
@@ -137,8 +137,8 @@ def resolve_compute(
       compute: Options, some of which may be `auto`.
       model: Architecture.
       platform: Platform of the devices, such as `cpu`, `gpu`, `tpu`.
-      regularization: Dropout, stochastic depth and PatchDropout. With one of the first two,
-        `last_block=auto` becomes `whole`, so that random draws do not depend on the device.
+      regularization: With dropout or stochastic depth, `last_block=auto` becomes `whole`, so that
+        random draws do not depend on the device. PatchDropout lowers the memory estimate.
       memory: Bytes per device for the activations of one image; `math.inf` if unknown, None if the
         model is not trained.
 

@@ -111,7 +111,7 @@ class ViTConfig(ArchitectureConfig):
     positions: PositionKind = (
         'learned'  # one vector per position; learned2d: one per row and one per column; sincos2d:
         # fixed sines and cosines; relative: one vector per offset, in attention; rope: queries and
-        # keys are rotated; learned_rope: both, as in ViT-5; none: no positions
+        # keys are rotated; learned_rope: learned and rope (ViT-5); none: no positions
     )
     positions_at: PositionsAt = 'stem'  # stem: before blocks; others: in each block (appendix D.4)
     position_resize: PositionResize = 'bilinear'  # interpolation of learned positions

@@ -173,7 +173,7 @@ def count_multiply_adds(
     epochs * images times as many: a backward pass costs two forward passes, and a multiply-add is
     two operations.
 
-    With `regularization`, the forward pass is the one of training, which PatchDropout shortens.
+    With `regularization`, the training pass is counted; PatchDropout makes it cheaper.
     """
     compute = dataclasses.replace(PORTABLE, last_block=last_block)  # fused kernels hide products
     model = build(config, compute=compute, regularization=regularization)

@@ -20,11 +20,11 @@ Tokens = Float[Array, 'b n d']
 Heads = Float[Array, 'b _ h k']
 Grid = tuple[int, int]  # patches in (height, width)
 Table = Float[Array | np.ndarray, '1 m d']  # embeddings of class tokens and patches
-Kept = Int[Array, 'b p']  # numbers of the patches that PatchDropout keeps, in ascending order
+Kept = Int[Array, 'b p']  # indices of the patches that PatchDropout keeps, in ascending order
 # `learned` is the paper's, with one vector per position in the sequence. `learned2d` concatenates
 # two vectors of half the width, one per column and one per row. `relative` has one vector per
 # offset between two positions, whose product with the query is added to the logit (appendix D.4).
-# `learned_rope` are the learned positions and the RoPE of ViT-5.
+# `learned_rope` combines `learned` with RoPE, also for registers, as in ViT-5.
 PositionKind = Literal[
     'learned', 'learned2d', 'sincos2d', 'relative', 'rope', 'learned_rope', 'none'
 ]
@@ -73,9 +73,9 @@ def make_table(
 
 
 class SharedPositions(NamedTuple):
-    """Positions that are the same in all blocks."""
+    """Position data that all blocks share."""
 
-    table: Table | None  # embeddings that every block adds; None: no block adds these
+    table: Table | None  # embeddings that every block adds; None: nothing is added
     kept: Kept | None  # None: all patches
 
 
@@ -88,11 +88,11 @@ def draw_kept(key: Key[Array, ''], shape: tuple[int, int], count: int) -> Kept:
 def keep_patches(
     tokens: Float[Array | np.ndarray, '_ n ...'], kept: Kept, before: int
 ) -> Float[Array, 'b m ...']:
-    """Removes the patches that PatchDropout drops from tokens, or from a table for all examples.
+    """Selects the kept patches of each example; other tokens stay.
 
     Args:
-      tokens: Values of tokens, of which the first `before` are not patches and stay.
-      kept: Numbers of the patches to keep.
+      tokens: Tokens of each example, or a table (1 n ...) for all examples.
+      kept: Indices of the patches to keep.
       before: Number of tokens before the patches.
     """
     tokens = jnp.asarray(tokens)
@@ -141,9 +141,9 @@ def make_angles(
     `rope` rotates patches (DINOv3, section 3.2). (y, x) is the center of a patch, with the image
     between -2 pi and 2 pi, and frequencies fall from 1 to 1/100.
 
-    `learned_rope` rotates patches and registers (ViT-5). (y, x) is the number of the row and of the
-    column, and frequencies fall from 1 to 1/10,000. The registers are a square grid with its own
-    rows and columns, and frequencies from 1 to 1/100.
+    `learned_rope` rotates patches and registers (ViT-5). (y, x) are the row and column indices of a
+    patch, and frequencies fall from 1 to 1/10,000. The registers form a square grid of their own,
+    with frequencies from 1 to 1/100.
 
     Args:
       kind: One of `ROTARY`.

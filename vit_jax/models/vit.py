@@ -374,7 +374,7 @@ def make_head(config: ModelConfig) -> nn.Module | None:
 def apply_heads(
     config: ModelConfig, params: Params, features: Float[Array, 'b d']
 ) -> list[Float[Array, 'b k']]:
-    """Returns the logits of each head; with pool=cls_dist, there is one for each of two tokens."""
+    """Returns the logits of each head: one, or two with pool=cls_dist (class, distillation)."""
     if not isinstance(config, ViTConfig) or config.pool != 'cls_dist':
         parts = [(params, features)]
     else:
@@ -426,7 +426,7 @@ class ViT(ViTModule):
         """Adds class tokens, positions and registers (equation 1). Registers have no positions.
 
         Returns:
-          The tokens, and the numbers of the patches that PatchDropout keeps; None: all.
+          The tokens, and the indices of the patches that PatchDropout keeps; None: all.
         """
         config, before = self.config, self.config.num_class_tokens
         zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)

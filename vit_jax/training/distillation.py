@@ -1,8 +1,8 @@
 """Distillation: the model learns from the outputs of a frozen teacher, in addition to the labels.
 
-Each step computes the outputs of the teacher once, for the augmented images that the model gets
-("Knowledge distillation: A good teacher is patient and consistent", Beyer et al. 2022), and adds
-them to the batch, in which they are targets like the labels.
+Each step computes the teacher's outputs once and adds them to the batch, as targets in addition
+to the labels. Teacher and model get the same augmented images ("Knowledge distillation: A good
+teacher is patient and consistent", Beyer et al. 2022).
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ class Distillation(records.Record):
     The loss is `task_weight` times the loss for the labels (`config.loss`), plus 1 - `task_weight`
     times the distillation loss. With logits z and temperature t, `kl` is
     t^2 KL(softmax(z_teacher / t) || softmax(z / t)) (Hinton et al. 2015), and `hard` is the
-    cross-entropy with the class that the teacher predicts. `token` and `token_kl` are the same for
-    the head of the distillation token, while the other head learns the labels (DeiT, section 4).
+    cross-entropy with the class that the teacher predicts. `token` is `hard` and `token_kl` is `kl`
+    for the head of the distillation token; the other head learns the labels (DeiT, section 4).
     `features` is the mean squared difference between the inputs of the teacher's head and a trained
     linear map of the inputs of the model's head.
     """
@@ -59,7 +59,7 @@ class Distillation(records.Record):
 
 
 class Teacher(NamedTuple):
-    """A frozen model whose outputs are learned."""
+    """A frozen model from whose outputs the student learns."""
 
     model: Model
     params: Params  # on the devices, or abstract
@@ -67,9 +67,9 @@ class Teacher(NamedTuple):
 
 
 class Teaching(NamedTuple):
-    """What a teacher changes in training.
+    """Functions that training needs for a teacher.
 
-    init(key) -> parameters of the student, with a map of its features for `kind=features`
+    init(key) -> parameters of the student, including the linear map of `kind=features`
     outputs(teacher's parameters, augmented images) -> logits or features; None: no teacher
     """
 
@@ -78,7 +78,7 @@ class Teaching(NamedTuple):
 
 
 def with_outputs(augment: Callable[..., Batch], teaching: Teaching) -> Callable[..., Batch]:
-    """Returns `augment` with a third argument, the teacher, whose outputs it adds to the batch."""
+    """Adds the teacher's outputs to the batch of `augment`; its parameters are a third argument."""
     if (outputs := teaching.outputs) is None:
         return augment
 
@@ -95,8 +95,8 @@ def make_teaching(
     """Makes the functions with which a student learns from a teacher.
 
     The linear map of `kind=features` is trained with the student, but is not part of it:
-    `TrainState.split` stores it separately. timm has the map only if the widths differ, but it also
-    helps if they are equal ("Improved Feature Distillation via Projector Ensemble").
+    `TrainState.split` stores it separately. It is used even if both widths are equal, unlike in
+    timm, because it helps there too ("Improved Feature Distillation via Projector Ensemble").
 
     Args:
       config: The kind of distillation.

@@ -9,8 +9,8 @@ UNITS = 'steps', 'epochs', 'examples', 'fraction'
 Interval = int | Literal['epoch']  # a number of steps, or once per epoch
 
 # Defaults. Metrics are logged every 50 steps, and about 20 times in runs of less than 1,000 steps.
-# There are about 10 evaluations. There are fewer if these would evaluate more than a fifth as many
-# images as the run trains on: an image costs a third of the time of a training image.
+# An evaluation runs about 10 times, or less often, so that it evaluates at most a fifth as many
+# images as the run trains on: evaluating an image takes a third of the time of training on it.
 _LOG_STEPS, _LOG_LINES = 50, 20
 _EVALUATIONS, _EVALUATED_SHARE = 10, 0.2
 

@@ -39,7 +39,7 @@ class PeriodicAction(NamedTuple):
     """An action on the state that runs every `steps` steps, and after the last step."""
 
     steps: int | None  # None: only after the last step
-    run: Callable[[int, TrainState], bool | None]  # True ends the training
+    run: Callable[[int, TrainState], bool | None]  # returns True to stop the training
 
     def is_due(self, step: int, total_steps: int) -> bool:
         """Returns whether the action runs after this step."""
@@ -52,8 +52,8 @@ def run_actions(
     """Runs the actions that are due after a step, in order.
 
     Returns:
-      The last step of the training: `step` if an action ends it, otherwise `total_steps`. The
-      actions after an action that ends it run as after the last step.
+      The last step of the training: `step` if an action stops it, otherwise `total_steps`. Later
+      actions in the list then run as after the last step.
     """
     for action in actions:
         if action.is_due(step, total_steps) and action.run(step, state):
@@ -178,7 +178,7 @@ def profile_steps(
 
 
 def _write_profile(local: str, folder: Path, console: Console) -> None:
-    """Stops the profiler and copies its files from a local folder; it cannot write to buckets.
+    """Stops the profiler and copies its files from a local folder, as it cannot write to buckets.
 
     The `xprof` plugin of TensorBoard shows them; ui.perfetto.dev shows perfetto_trace.json.gz.
     """

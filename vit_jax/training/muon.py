@@ -1,6 +1,6 @@
-"""Muon: the momentum of each kernel of a block is made orthogonal (optax.contrib.scale_by_muon).
+"""Muon orthogonalizes the momentum of each kernel in the blocks (optax.contrib.scale_by_muon).
 
-The kernels are stacked along the depth, and each device iterates on a part of the blocks.
+Kernels are stacked along the depth. Each device runs Newton-Schulz for a part of the blocks.
 """
 
 import functools
@@ -17,8 +17,8 @@ from vit_jax.base import Array, Float, Params, tree_names
 from vit_jax.models.activation_sharding import mesh_in_context
 from vit_jax.training.param_groups import BLOCKS
 
-MATRIX = f'{BLOCKS}.*kernel'  # parameters that Muon orthogonalizes
-_ITERATIONS = 5  # of Newton-Schulz
+MATRIX = f'{BLOCKS}.*kernel'  # parameters whose momentum Muon orthogonalizes
+_ITERATIONS = 5  # Newton-Schulz iterations
 
 
 def is_matrix(params: Any) -> Any:
@@ -27,7 +27,7 @@ def is_matrix(params: Any) -> Any:
 
 
 def scale_by_muon(momentum: float, moment_dtype: str) -> optax.GradientTransformation:
-    """Makes Muon with updates as large as those of Adam (Muon is Scalable for LLM Training)."""
+    """Makes Muon with updates of Adam's RMS ("Muon is Scalable for LLM Training")."""
     axes = functools.partial(tree_names.map_named, _matrix_axes)
     make = functools.partial(optax.contrib.scale_by_muon, weight_dimension_numbers=axes)
     orthogonal = make(beta=0.0, nesterov=False, ns_steps=_ITERATIONS)
@@ -75,8 +75,8 @@ def _matrix_sides(name: str, leaf: Any) -> list[int]:
 def _depth_axes(depth: int, mesh: Any) -> tuple[tuple[str, ...], int]:
     """Returns the mesh axes that split the blocks of a kernel, and their number of devices.
 
-    The blocks are padded to a multiple of this number. It is at most two per block, so that the
-    padding needs little memory.
+    The blocks are padded to a multiple of this number, which is at most twice the number of
+    blocks, so that the padding needs little memory.
     """
     axes, parts = tuple[str, ...](), 1
     for axis in reversed(mesh.axis_names):

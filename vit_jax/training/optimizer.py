@@ -75,10 +75,10 @@ class ScheduleConfig(records.Record):
 class OptimizerConfig(ParamGroupsConfig):
     """Optimizer: AdamW, SGD with momentum, Adafactor as in ViT-g, Muon, LAMB, or your own function.
 
-    Muon applies to the kernels of blocks, and AdamW to all other parameters. Both have the learning
-    rates and weight decays of AdamW. LAMB scales the update of each parameter that has weight decay
-    by its trust ratio, one per block. The default values are b1=0.9, b2=0.999, epsilon=1e-8 (lamb:
-    1e-6) and momentum=0.9 (muon: 0.95).
+    Muon applies to the kernels of blocks, and AdamW to all other parameters. Both share learning
+    rate and weight decay. LAMB scales each update that has weight decay by the trust ratio of its
+    parameter, with one ratio per block. The default values are b1=0.9, b2=0.999, epsilon=1e-8
+    (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
 
     A function f(schedule) returns an optax optimizer, which replaces moments, weight decay and
     learning rate. `clip_norm`, frozen parameters and learning rate factors still apply.
@@ -88,7 +88,7 @@ class OptimizerConfig(ParamGroupsConfig):
     kind: Kind | OptimizerFunction = 'adamw'  # named optimizer, or f(schedule) -> optax optimizer
     b1: float | None = None  # decay of the first moment (all except sgd); None: default
     b2: float | None = None  # decay of the second moment (all except sgd); None: default
-    epsilon: float | None = None  # added to the root of the second moment (not sgd, adafactor)
+    epsilon: float | None = None  # added to the root of the second moment (adamw, muon, lamb)
     momentum: float | None = None  # momentum (sgd, muon); None: default
     clip_norm: float | None = None  # maximum global norm of the gradient; None: no clipping
     moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of first moment or momentum
@@ -157,10 +157,10 @@ def make_optimizer(
     """
     trained = [name for name, one in tree_names.named_leaves(groups.trainable).items() if one]
     has_matrix = any(re.fullmatch(muon.MATRIX, name) for name in trained)
-    wrong = 'optimizer.kind=muon: trains kernels of blocks, and no such kernel is trained; '
+    wrong = 'optimizer.kind=muon: no kernel of a block is trained; '
     wrong += 'expected a ViT or a hybrid whose blocks are trained; otherwise use kind=adamw'
     records.require(config.kind != 'muon' or has_matrix, wrong)
-    wrong = 'optimizer.kind=lamb: scales parameters with weight decay; expected weight_decay > 0'
+    wrong = 'optimizer.kind=lamb: got no weight decay, so no trust ratio; expected weight_decay > 0'
     records.require(config.kind != 'lamb' or bool(groups.weight_decays), wrong)
     chain = []
     if config.clip_norm is not None:
@@ -271,8 +271,8 @@ def average_params(opt_state: Any, params: Params) -> Params | None:
 def check_average(optimizer: Any, groups: ParamGroups, params: Params, *, with_ema: bool) -> None:
     """Raises UserError for options that do not combine with a schedule-free optimizer.
 
-    It computes its average from the parameters and its own state, so that each parameter must move
-    exactly as the optimizer requests. The parameters may be abstract.
+    Such an optimizer computes its average from the parameters and its own state, so each parameter
+    must change exactly by the optimizer's update. The parameters may be abstract.
     """
     state = find_schedule_free(jax.eval_shape(optimizer.init, params))
     is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(groups.lr_multipliers))

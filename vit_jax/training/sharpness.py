@@ -27,13 +27,13 @@ class Sam(records.Record):
 
     SAM moves the parameters by `rho` along the gradient of the batch, and computes the gradient
     there. GSAM adds two options: with `rho_min`, the distance follows the learning rate, from
-    `rho` at its peak to `rho_min` at its final value; `alpha` adds a step that reduces the
-    difference between the losses at both places. A step costs two forward and two backward passes.
+    `rho` at its peak to `rho_min` at its final value; `alpha` adds a term that reduces the gap
+    between the perturbed and the plain loss. A step costs two forward and two backward passes.
     """
 
     rho: float = 0.05  # norm of the perturbation at the peak learning rate; 0: no perturbation
     rho_min: float | None = None  # its norm at the final learning rate (GSAM); None: rho
-    alpha: float = 0.0  # weight of the step that reduces the difference in loss (GSAM)
+    alpha: float = 0.0  # weight of the term that reduces the gap between both losses (GSAM)
 
     def check(self) -> None:
         records.require_between(self, 'rho', 'rho_min', 'alpha', low=0)
@@ -58,7 +58,7 @@ def make_sharpener(
       total_steps: Length of the training, after which the learning rate is final.
 
     Returns:
-      The function; None if there is no perturbation, so that training compiles the same program.
+      The function; None without a perturbation, so that training compiles as without SAM.
     """
     if config is None or config.rho == 0:
         return None

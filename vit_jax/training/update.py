@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
     step: Int[Array, '']
     params: Params
     opt_state: Any
-    ema_params: Params | None  # average of the parameters, Polyak's or schedule-free; None: none
+    ema_params: Params | None  # Polyak or schedule-free average; None: no average
 
     @staticmethod
     def initial(
@@ -85,7 +85,7 @@ def make_init(
 ) -> Callable[..., TrainState]:
     """Makes a function that returns the state before the first step, for compilation with jit.
 
-    Its argument are the parameters, such as those of a checkpoint; by default they are random.
+    The function takes parameters, such as those of a checkpoint; by default they are random.
     """
 
     def initial_state(params: Params | None = None) -> TrainState:
@@ -155,7 +155,7 @@ def make_update(
       ema_decay: Decay of the moving average of parameters per step; None: no average.
       late: A step and the function that replaces `loss_sums` from this step on; None: no change.
       sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
-        metrics belong to the first pass, `gradient_norm` to the gradient that the optimizer gets.
+        metrics are from the first pass; `gradient_norm` is that of SAM's gradient.
 
     Returns:
       `update(state, batch, *teacher)`; `teacher` are the parameters of the teacher, if any.
@@ -179,8 +179,8 @@ def make_update(
         average = average_params(opt_state, params)
         if ema_decay is not None:
             average = optax.incremental_update(params, state.ema_params, 1 - ema_decay)
-        # The state is selected here so that the old state's memory can be reused. Unlike this,
-        # optax.apply_if_finite ignores loss and average, and applies the last of many bad updates.
+        # Selecting the state here lets XLA reuse the old memory. optax.apply_if_finite does
+        # not check the loss or select the average, and it applies the last of many bad updates.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updated = TrainState(state.step, params, opt_state, average)
 
@@ -217,7 +217,7 @@ def _make_gradients(
 def _switch(
     is_first: Bool[Array, ''], first: GradientFunction, second: GradientFunction
 ) -> GradientFunction:
-    """Returns the function that computes only one of two gradients."""
+    """Makes a function that computes the first gradient if `is_first`, otherwise the second."""
     return lambda *arguments: jax.lax.cond(is_first, first, second, *arguments)
 
 

@@ -96,7 +96,7 @@ class Format(Generic[L]):
     # For formats that are directories: the file of arrays, and the JSON files by name.
     file_name: str | None = None
     descriptions: Callable[[Any, Card, L], dict[str, dict[str, Any]]] = lambda *model: {}
-    # Returns arrays by name that files contain in addition to parameters, and that the model fixes.
+    # Returns, by name, arrays in the file that are not parameters but follow from the model.
     constants: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
     positions: tuple[str, ...] = ('learned',)  # supported kinds; others are written as an array
     resnets: bool = False  # whether plain ResNets are supported; if not, functions get only ViTs

@@ -211,7 +211,7 @@ def match_arrays(
     for name, value in constants.items():
         # Files of 16-bit arrays round these.
         is_equal = name in arrays and np.allclose(arrays[name].read(), value, rtol=1e-2)
-        require(is_equal, f'{name}: missing, or other values; expected {value}')
+        require(is_equal, f'{name}: missing or different; expected {value}')
     variables = {name: array for name, array in arrays.items() if name not in constants}
     skipped = name_map.check_names(resolved, variables, parsed.ignored)
     for rule, names_in_file in resolved.items():

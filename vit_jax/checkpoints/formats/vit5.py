@@ -98,7 +98,7 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    """Rejects models that the code of ViT-5 does not have."""
+    """Raises UserError for models that ViT-5's code does not support; returns no notes."""
     wanted = _FIXED | {'grid': (config.grid[0],) * 2}
     for name, only in wanted.items():
         value = getattr(config, name)

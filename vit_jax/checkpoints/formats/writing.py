@@ -155,7 +155,7 @@ def _write_arrays(
 def _with_learned_positions(
     form: Format[Any], config: ViTConfig, params: Params
 ) -> tuple[ViTConfig, Params]:
-    """Returns the equal model that has its positions as learned embeddings."""
+    """Returns an equivalent model with learned positions; rejects kinds with RoPE."""
     wrong = f'the {form.name} format cannot hold positions={config.positions}'
     require(config.positions not in ROTARY, f'{wrong}; use format=vit_jax')
     table, own = compute_position_table(config, params), position_table_axes(config)

@@ -119,6 +119,9 @@ class TrainConfig(Record):
         text = f'expected at most {most}, half of batch_size={self.batch_size}'
         require(repeats <= most, f'loader.repeats={repeats}: {text}')
         require_between(self, 'seed', low=0, below=2**32)
+        copies = -(-self.batch_size // -(-self.batch_size // self.loader.repeats))
+        room = f'batch_size={self.batch_size} has room for {copies}; expected repeats={copies}'
+        require(copies == self.loader.repeats, f'loader.repeats={self.loader.repeats}: {room}')
         distinct = len({*self.classes}) == len(self.classes)
         require(distinct, f'classes={self.classes}: expected distinct names')
         for name in self.evals:

@@ -113,6 +113,9 @@ def make_teaching(
     fits = 'token' not in config.kind or getattr(student.config, 'pool', None) == 'cls_dist'
     records.require(fits, f'{wrong}; expected model.pool=cls_dist')
     model, has_features = teacher.model, config.kind == 'features'
+    wrong = 'config.distillation.teacher: a model with pool=none has outputs per token'
+    has_vectors = getattr(model.config, 'pool', None) != 'none'
+    records.require(has_vectors, f'{wrong}; expected one output per image')
     forward, size = model.features if has_features else model.apply, model.config.image_size
     widths = [_feature_width(each.config) for each in (student, model) if has_features]
 

@@ -2,10 +2,10 @@
 
 Paper: "Knowledge distillation: A good teacher is patient and consistent", table 1 (`bit_i1k`: from
 BiT-R152x2 to R50x1), and FlexiViT, section 3.1 (`deit3_S`, `deit3_B`: from DeiT III at 384 pixels
-to a student at 240 pixels that starts from the teacher). The values are those of bit_i1k.py and
-i1k_deit3_distill.py in big_vision. These differ: weight decay is multiplied by the learning rate
-here, so it is divided by the learning rate; MixUp draws a weight for each image; the teacher of
-`deit3` gets the crop of the student, enlarged, and its own normalization; the patches of the
+to a student at 240 pixels, which is initialized with the teacher). The values are from bit_i1k.py
+and i1k_deit3_distill.py in big_vision. These differ: weight decay is multiplied by the learning
+rate here, so it is divided by the learning rate; MixUp draws a weight for each image; the teacher
+of `deit3` gets the crop of the student, enlarged, and its own normalization; the patches of the
 student have 16 pixels, where FlexiViT draws one of ten sizes for each batch.
 Result: big_vision's README reports 82.8 % validation accuracy for the best R50x1 of the paper. The
 results of 1,200 epochs and of `deit3` are not known here. Nothing was run at this size.

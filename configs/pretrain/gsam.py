@@ -3,7 +3,8 @@
 Paper: "Surrogate Gap Minimization Improves Sharpness-Aware Training". All values are from
 configs/proj/gsam/vit_i1k_gsam_no_aug.py in big_vision. Its weight decay of 0.001 per step is 1/3
 here, because weight decay is multiplied by the learning rate. big_vision perturbs the parameters
-on each device by the gradient of its own images; here one perturbation belongs to the batch.
+on each device by the gradient of the images on this device; vit_jax computes one perturbation
+for the whole batch.
 Result: The paper reports 5.4 % more than AdamW and 3.2 % more than SAM for ViT-B/32 (abstract).
 Cost: 300 epochs are 20 exaFLOPs, two passes per step.
 Command: python -m vit_jax.train --config=configs/pretrain/gsam.py --workdir=DIR \

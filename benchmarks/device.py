@@ -12,7 +12,7 @@ The parts run in this order:
   accuracies that they reach; complete only with --only=cifar10 --minutes=12
 - optimizers: B/16 and L/16 with Muon, next to AdamW
 - distillation: S/16 with a teacher B/16, next to S/16 alone and a forward pass of B/16
-- options: B/16 with options of XLA, one at a time, and with SAM
+- options: B/16 with options of XLA and of training (SAM, PatchDropout, 3-Augment), one at a time
 - attention: cuDNN in bfloat16 against XLA in float32, forward and backward, at eight lengths
 
 Each part is a process with a time limit, so a part that fails or hangs does not stop the others.

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from vit_jax.config import TrainConfig
-from vit_jax.data.augmentation import augreg
+from vit_jax.data.augmentation import Augmentation, augreg
 from vit_jax.evaluation.features import make_feature_evaluator
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
@@ -25,8 +25,10 @@ from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
+from vit_jax.training.losses import LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig
+from vit_jax.training.sharpness import Sam
 
 Step = Literal['train', 'eval', 'features']
 
@@ -73,6 +75,20 @@ NOISE = {
     'augmentation': augreg('medium2'),
 }
 MASKED = {'objective': MaskedPatches()}
+VIT_5 = {
+    'norm': 'rms',
+    'qk_norm': True,
+    'layer_scale': 1e-4,
+    'registers': 4,
+    'positions': 'learned_rope',
+}
+RECIPE = {
+    'regularization': Regularization(stochastic_depth=0.1, patch_dropout=0.5),
+    'patch_dropout_until': Duration(fraction=0.9),
+    'augmentation': Augmentation(three_augment=True, color_jitter=0.3, mixup=0.8, cutmix=1.0),
+    'loss': LossConfig(kind='sigmoid', binary_targets=True),
+    'optimizer': OptimizerConfig(kind='lamb', weight_decay=0.05, sharpness=Sam()),
+}
 # Each option is in one program; several that do not touch the same operations share one.
 PROGRAMS = {
     'vit, cudnn, dropout and RandAugment': Program(
@@ -87,6 +103,7 @@ PROGRAMS = {
     ),
     'vit, remat=dots, masked patches': Program(VIT, Compute(remat='dots'), changes=MASKED),
     'vit, muon': Program(VIT, changes={'optimizer': OptimizerConfig(kind='muon')}),
+    'vit, as in ViT-5, LAMB, SAM and PatchDropout': Program(vit(**VIT_5), changes=RECIPE),
     'vit, features': Program(VIT, step='features'),
     'hybrid': Program(HYBRID),
     'hybrid, odd, float32': Program(odd(HYBRID), Compute(dtype='float32')),

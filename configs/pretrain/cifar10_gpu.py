@@ -15,34 +15,22 @@ from vit_jax.config import TrainConfig
 from vit_jax.configs.pretrain import cifar10
 from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.loading import LoaderConfig
-from vit_jax.models import Backbone, ViTConfig
+from vit_jax.models import Backbone
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ARGUMENTS = 'vit', 'hybrid'
 EPOCHS = {'vit': 250.0, 'hybrid': 150.0}
+VIT = dataclasses.replace(cifar10.MODEL, width=256, depth=7, mlp_dim=512)
 MODELS = {
-    'vit': ViTConfig(
-        image_size=(32, 32),
-        patch_size=(4, 4),
-        width=256,
-        depth=7,
-        mlp_dim=512,
-        num_heads=4,
-        pool='gap',
-        positions='sincos2d',
-    ),
-    'hybrid': ViTConfig(
+    'vit': VIT,
+    'hybrid': dataclasses.replace(
+        VIT,
         image_size=(96, 96),
         patch_size=(1, 1),
         backbone=Backbone(blocks=(2, 2), width=64),
-        width=256,
         depth=6,
-        mlp_dim=512,
-        num_heads=4,
-        pool='gap',
-        positions='sincos2d',
     ),
 }
 

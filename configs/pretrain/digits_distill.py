@@ -1,8 +1,9 @@
-"""Distills the model of the quickstart into one of a quarter of its width.
+"""Distills the model of the quickstart into a quarter of its width, with a tenth of its images.
 
-Paper: "Distilling the Knowledge in a Neural Network": half of the loss is the divergence from the
-teacher's probabilities at temperature 2, half the cross-entropy with the labels.
-Result: 94.6 +- 1.8 % test accuracy (3 seeds), and 94.5 +- 1.3 % without a teacher: no difference.
+Paper: "Knowledge distillation: A good teacher is patient and consistent": a long training with
+MixUp on the teacher's probabilities alone; the labels are not used.
+Result: 82.2, 75.8, 82.7 % test accuracy with seeds 0, 1, 2 (359 images), which is 80.2 +- 3.9 %.
+Without a teacher, it is 77.0 +- 2.8 % (2026-11-28). The teacher has 98.9 %, from all images.
 Cost: The training takes 1 to 2 minutes on a busy machine with 2 CPU cores.
 Command: python -m vit_jax.train --config=configs/pretrain/digits_distill.py:/tmp/vit/quickstart \
              --workdir=DIR
@@ -22,8 +23,9 @@ def get_config(teacher: str = '/tmp/vit/quickstart') -> TrainConfig:
     config = quickstart.get_config()
     assert isinstance(config.model, ViTConfig)
     config.model = dataclasses.replace(config.model, width=16, mlp_dim=64, num_heads=1)
-    config.batch_size = 64
+    config.train_split, config.batch_size = 'train[:10%]', 64
+    config.augmentation.mixup = 1.0
     config.loss = LossConfig()
-    config.distillation = Distillation(teacher=teacher, temperature=2.0)
+    config.distillation = Distillation(teacher=teacher, temperature=2.0, task_weight=0.0)
     config.fewshot = None
     return config

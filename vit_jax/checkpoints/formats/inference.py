@@ -147,7 +147,7 @@ def _infer_layers(arrays: Arrays, names: Mapping[str, str]) -> dict[str, Any]:
     first = {ours: theirs.replace('{layer0}', '0') for ours, theirs in names.items()}
     norm, kernel = 'encoder/block/norm1/scale', first['encoder/block/mlp/dense2/kernel']
     block, is_stacked = names[norm].partition('{layer0}')[0], '{layer0}' not in names[norm]
-    tokens, head = first.get('registers'), first['head/kernel']
+    tokens, head = first.get('registers', ''), first['head/kernel']
     return {
         'depth': shape_of(arrays, block, 2)[0] if is_stacked else count_layers(arrays, block),
         'mlp_dim': kernel_shape(arrays, kernel, 2 + is_stacked)[-2],

@@ -19,18 +19,8 @@ import google_crc32c
 import numpy as np
 from etils import epath
 
-from vit_jax.base import (
-    Params,
-    Path,
-    StorageError,
-    UserError,
-    records,
-    storage,
-    sync,
-    tree_names,
-    usable,
-    write_json,
-)
+from vit_jax.base import Params, StorageError, UserError, records, storage, tree_names
+from vit_jax.base.storage import Path, sync, usable, write_json
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ModelConfig
 

@@ -167,7 +167,8 @@ def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     import requests
 
     url, shown = _public_url(url), redact_url(_public_url(url))
-    path = cached_path(url)
+    name = shown.rpartition('/')[2][-200:]  # file systems allow 255 bytes
+    path = cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
     pooch.get_logger().setLevel('WARNING')
     download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), chunk_size=2**20)
     try:
@@ -194,12 +195,6 @@ def _public_url(address: str) -> str:
         return address
     server = os.environ.get('STORAGE_EMULATOR_HOST') or 'https://storage.googleapis.com'
     return f'{server.rstrip("/")}/{address.removeprefix("gs://")}'
-
-
-def cached_path(url: str) -> pathlib.Path:
-    """Returns the path in the cache for the file at a URL."""
-    name = redact_url(url).rpartition('/')[2][-200:]  # file systems allow 255 bytes
-    return cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
 
 
 def cache_folder() -> pathlib.Path:

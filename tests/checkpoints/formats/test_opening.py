@@ -66,6 +66,7 @@ def test_a_file_is_written_back_as_it_was_read(name, tmp_path):
 GOOGLE, BIGVISION = google.GOOGLE_LAYOUT, google.BIGVISION_LAYOUT
 EXACT = tiny.model(gelu='exact')
 MAP = tiny.model(pool='map')
+VIT5 = tiny.model(gelu='exact', positions='learned_rope', norm='rms', qk_norm=True, layer_scale=1.0)
 # The layouts that differ from a format's usual one, and what else the files hold. What is usual,
 # of every kind of network, is in test_round_trips.
 LAYOUTS = [
@@ -199,6 +200,9 @@ def test_what_a_file_cannot_say_is_said_when_it_is_written(tmp_path):
         (tiny.model(positions_at='every_layer'), 'huggingface', 'pos_embedding'),
         (HYBRID, 'huggingface', 'backbone'),
         (RESNET, 'timm', 'ResNet'),
+        (replace(VIT5, pre_norm=True), 'vit5', 'pre_norm'),
+        (replace(VIT5, representation_size=6), 'vit5', 'representation_size'),
+        (replace(VIT5, gelu='tanh'), 'vit5', 'gelu'),
         (tiny.model(), 'flax', 'flax'),
     ],
 )

@@ -98,6 +98,8 @@ class Format(Generic[L]):
     descriptions: Callable[[Any, Card, L], dict[str, dict[str, Any]]] = lambda *model: {}
     # Returns, by name, arrays in the file that are not parameters but follow from the model.
     constants: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
+    # Whether the files and `Hints` determine the model; if not, `notes` states the rest.
+    is_complete: bool = True
     positions: tuple[str, ...] = ('learned',)  # supported kinds; others are written as an array
     resnets: bool = False  # whether plain ResNets are supported; if not, functions get only ViTs
 

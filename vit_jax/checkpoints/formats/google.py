@@ -57,8 +57,13 @@ BIGVISION_LAYOUT = Layout(
 )
 
 
+def _block(layout: Layout) -> str:
+    """Returns the name of a block."""
+    return f'Transformer/encoderblock{"" if layout.stacked else "_{layer0}"}'
+
+
 def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
-    block = f'Transformer/encoderblock{"" if layout.stacked else "_{layer0}"}'
+    block = _block(layout)
     group = ArrayTransform(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
     group = group if layout.group_norm_4d else SAME
     has_token = isinstance(config, ViTConfig) and config.pool == 'cls'
@@ -122,8 +127,8 @@ def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpo
     if _ROOT in inside and not any(name.startswith('Transformer/') for name in inside):
         layout = usual
         config: ModelConfig = ResNetConfig(
-            channels=inference.kernel_shape(inside, _ROOT, 'HWIO')[2],
-            backbone=inference.infer_backbone(inside, _ROOT, _UNIT, 'HWIO'),
+            channels=inference.kernel_shape(inside, _ROOT, 4)[2],
+            backbone=inference.infer_backbone(inside, _ROOT, _UNIT),
             num_classes=inference.length_of(inside, 'head/bias'),
         )
     else:
@@ -136,42 +141,34 @@ def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpo
 
 
 def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[ViTConfig, Layout]:
-    stacked = any(name.startswith('Transformer/encoderblock/') for name in arrays)
-    before_linen = any('/MlpBlock_3/' in name for name in arrays)
-    block = 'Transformer/encoderblock' + ('' if stacked else '_0')
-    attention, _, mlp = _MODULES[before_linen]
     pool: Pool = 'cls' if 'cls' in arrays else 'gap'
     pool = 'map' if 'MAPHead_0/probe' in arrays else pool
     table = next((name for name in _POSITIONS if name in arrays), None)
-    # Only big_vision has models without a position table.
-    require(table is not None or not before_linen, f'the array {_POSITIONS[1]} is missing')
-    config, num_rows = inference.infer_config(
-        arrays,
-        hints,
-        axes='HWIO',
-        embedding='embedding/kernel',
-        root=_ROOT,
-        unit=_UNIT,
-        table=table,
-        # Only big_vision keeps positions at the root, and never with a row for the class token.
-        rows=(0,) if pool != 'cls' or table == _POSITIONS[0] else (1, 0),
-        depth=inference.shape_of(arrays, f'{block}/LayerNorm_0/scale', 2)[0]
-        if stacked
-        else inference.count_layers(arrays, r'Transformer/encoderblock_(\d+)/'),
-        mlp_dim=inference.shape_of(arrays, f'{block}/{mlp}/Dense_0/bias', 1 + stacked)[-1],
-        num_heads=inference.shape_of(arrays, f'{block}/{attention}/query/bias', 2 + stacked)[-2],
-        num_classes=inference.length_of(arrays, 'head/bias'),
-        pool=pool,
-        representation_size=inference.length_of(arrays, 'pre_logits/bias'),
-    )
     layout = dataclasses.replace(
         usual,
-        stacked=stacked,
-        before_linen=before_linen,
-        class_row=bool(num_rows),
+        prefix='',
+        stacked=any(name.startswith('Transformer/encoderblock/') for name in arrays),
+        before_linen=any('/MlpBlock_3/' in name for name in arrays),
         positions=table or _POSITIONS[0],
     )
-    return config, layout
+    # Only big_vision has models without a position table.
+    has_table = table is not None or not layout.before_linen
+    require(has_table, f'the array {_POSITIONS[1]} is missing')
+    query = f'{_block(layout)}/{_MODULES[layout.before_linen][0]}/query/bias'
+    heads = inference.shape_of(arrays, query.replace('{layer0}', '0'), 2 + layout.stacked)[-2]
+    config, num_rows = inference.infer_config(
+        arrays,
+        _rules(ViTConfig(), layout),
+        hints,
+        # Only big_vision keeps positions at the root, and never with a row for the class token.
+        rows=(0,) if pool != 'cls' or table == _POSITIONS[0] else (1, 0),
+        root=_ROOT,
+        unit=_UNIT,
+        num_heads=heads,
+        pool=pool,
+        positions='learned' if table else 'sincos2d',
+    )
+    return config, dataclasses.replace(layout, class_row=bool(num_rows))
 
 
 GOOGLE = Format[Layout](

@@ -294,22 +294,16 @@ def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> J
     layout, usual = Layout(prefix=prefix, family=family), Config(**_FAMILIES[family].defaults)
     defaults = Hints(gelu=_GELUS[usual.hidden_act], layer_norm_epsilon=usual.layer_norm_eps)
     gated: dict[str, Any] = {'gelu': None} if re.search(r'mlp\.(weights_in|gate)', joined) else {}
-    names = _names_in_file(ViTConfig(**gated), layout)
-    first = {ours: theirs.replace('{layer0}', '0') for ours, theirs in names.items()}
-    block = re.escape(names[f'{_BLOCK}/norm1/scale']).replace(r'\{layer0\}', r'(\d+)')
     config, _ = inference.infer_config(
         arrays,
+        _rules(ViTConfig(**gated), layout),
         inference.with_defaults(hints, defaults),
-        axes='OIHW',
-        embedding=names['embedding/kernel'],
-        table=None if family == 'dinov3_vit' else names['pos_embedding'],
         rows=(_FAMILIES[family].class_tokens,),
-        depth=inference.count_layers(arrays, block),
-        mlp_dim=inference.shape_of(arrays, first[f'{_BLOCK}/mlp/dense2/kernel'], 2)[1],
-        registers=arrays[names['registers']].shape[1] if names['registers'] in arrays else 0,
+        positions='rope' if family == 'dinov3_vit' else 'learned',
         **gated,
     )
-    zeros = tuple(names[bias] for bias in _BIASES.values() if first[bias] not in arrays)
+    biases = [_names_in_file(config, layout)[bias] for bias in _BIASES.values()]
+    zeros = tuple(name for name in biases if name.replace('{layer0}', '0') not in arrays)
     described = _describe(config, dataclasses.replace(layout, zeros=zeros))
     return JsonObject(described | {'vision_use_head': True}, 'config.json')
 

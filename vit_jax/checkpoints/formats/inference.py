@@ -5,16 +5,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from vit_jax.base import UserError, require
 from vit_jax.checkpoints.card import Hints
 from vit_jax.checkpoints.formats.array_files import LazyArray
+from vit_jax.checkpoints.formats.name_map import NameRule
 from vit_jax.models import SIZES, Backbone, ModelConfig, ResNetConfig, ViTConfig
+from vit_jax.models.positions import LEARNED
 
 Arrays = Mapping[str, LazyArray]
-# Order of a kernel's axes (height, width, inputs, outputs) in Flax and in PyTorch.
-Axes = Literal['HWIO', 'OIHW']
 # Number of heads of published models whose sizes have no name, by depth, width and mlp_dim.
 _HEADS = {
     (10, 256, 1024): 4,
@@ -58,40 +58,41 @@ def length_of(arrays: Arrays, name: str) -> int | None:
     return shape_of(arrays, name, 1)[0] if name in arrays else None
 
 
-def count_layers(names: Iterable[str], pattern: str) -> int:
-    """Counts blocks, as distinct values of the pattern's group."""
-    return len({match[1] for name in names if (match := re.match(pattern, name))})
+def count_layers(names: Iterable[str], prefix: str) -> int:
+    """Counts blocks, as distinct numbers after the prefix."""
+    pattern = re.compile(rf'{re.escape(prefix)}(\d+)[./]')
+    return len({match[1] for name in names if (match := pattern.match(name))})
 
 
-def kernel_shape(arrays: Arrays, name: str, axes: Axes) -> tuple[int, ...]:
-    """Returns (height, width, inputs, outputs) of a convolution kernel."""
-    sizes = dict(zip(axes, shape_of(arrays, name, 4), strict=True))
-    return tuple(sizes[axis] for axis in 'HWIO')
+def kernel_shape(arrays: Arrays, name: str, *ranks: int) -> tuple[int, ...]:
+    """Returns the shape of a kernel with the axes of Flax: (height, width, inputs, outputs).
+
+    PyTorch calls kernels `weight`, with the axes (outputs, inputs, height, width).
+    """
+    shape = shape_of(arrays, name, *ranks)
+    return (*shape[2:], shape[1], shape[0]) if name.endswith('weight') else shape
 
 
-def infer_backbone(arrays: Arrays, root: str, unit: str, axes: Axes) -> Backbone:
+def infer_backbone(arrays: Arrays, root: str, unit: str) -> Backbone:
     """Infers the convolutional backbone of a hybrid or a ResNet.
 
     Args:
       arrays: All arrays of the model.
       root: Name of the first kernel.
       unit: Name of a unit, with {stage} and {unit} from 1, or {stage0} and {unit0} from 0.
-      axes: Order of the axes of kernels.
     """
     pattern = unit.format_map(dict.fromkeys(('stage', 'unit', 'stage0', 'unit0'), r'(\d+)'))
     units = {match.groups() for name in arrays if (match := re.match(pattern, name))}
     counts = collections.Counter(int(stage) for stage, _ in units)
     blocks = tuple(counts[stage] for stage in sorted(counts))
-    return Backbone(blocks=blocks, width=kernel_shape(arrays, root, axes)[-1])
+    return Backbone(blocks=blocks, width=kernel_shape(arrays, root, 4)[-1])
 
 
 def infer_config(
     arrays: Arrays,
+    rules: Iterable[NameRule],
     hints: Hints,
     *,
-    axes: Axes,
-    embedding: str,
-    table: str | None,
     rows: tuple[int, ...],
     image_size: tuple[int, int] | None = None,
     root: str = '',
@@ -102,15 +103,13 @@ def infer_config(
 
     Args:
       arrays: All arrays of the model.
+      rules: The name map of the format.
       hints: Values that take precedence over inferred ones.
-      axes: Order of the axes of kernels.
-      embedding: Name of the patch projection's kernel.
-      table: Name of the position embeddings; None: positions are computed.
       rows: Possible numbers of rows before the patches' positions, the usual one first.
       image_size: Image size stated by a description.
       root: Name of a hybrid's first kernel; a file without this array is not a hybrid.
       unit: As for `infer_backbone`.
-      **values: Known fields of `ViTConfig`, at least `depth` and `mlp_dim`.
+      **values: Known fields of `ViTConfig`.
 
     Returns:
       The model, and the number of rows of the table before the patches' positions.
@@ -119,26 +118,45 @@ def infer_config(
       NeedsHint: If the arrays do not determine the grid or the number of heads.
       UserError: If an array is missing or has the wrong rank, or positions do not fit the grid.
     """
-    p, q, _, width = kernel_shape(arrays, embedding, axes)
-    backbone = infer_backbone(arrays, root, unit, axes) if root in arrays else None
+    names = {ours: rule.theirs for rule in rules for ours in rule.ours}
+    table = names['pos_embedding'] if values.get('positions', 'learned') in LEARNED else None
+    p, q, _, width = kernel_shape(arrays, names['embedding/kernel'], 4)
+    backbone = infer_backbone(arrays, root, unit) if root in arrays else None
     stride = backbone.stride if backbone else 1
     cell = p * stride, q * stride
     stated = (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
     grid, num_rows = _infer_grid(arrays, table, rows=rows, known=hints.grid or stated)
-    if 'num_heads' not in values:
-        values['num_heads'] = _infer_heads(hints, width, values['mlp_dim'], values['depth'])
     inferred: dict[str, Any] = {
         # A stated size need not be a multiple of the patch size.
         'image_size': image_size if stated == grid else (grid[0] * cell[0], grid[1] * cell[1]),
         'patch_size': (p, q),
-        'channels': kernel_shape(arrays, root if backbone else embedding, axes)[2],
+        'channels': kernel_shape(arrays, root if backbone else names['embedding/kernel'], 4)[2],
         'backbone': backbone,
         'width': width,
-        'positions': 'learned' if table else 'sincos2d',
         'gelu': hints.gelu,
         'layer_norm_epsilon': hints.layer_norm_epsilon,
     }
-    return ViTConfig(**inferred | values), num_rows
+    values = inferred | _infer_layers(arrays, names) | values
+    if 'num_heads' not in values:
+        values['num_heads'] = _infer_heads(hints, width, values['mlp_dim'], values['depth'])
+    return ViTConfig(**values), num_rows
+
+
+def _infer_layers(arrays: Arrays, names: Mapping[str, str]) -> dict[str, Any]:
+    """Infers fields of `ViTConfig` that show in the arrays, whose names are given by our names."""
+    first = {ours: theirs.replace('{layer0}', '0') for ours, theirs in names.items()}
+    norm, kernel = 'encoder/block/norm1/scale', first['encoder/block/mlp/dense2/kernel']
+    block, is_stacked = names[norm].partition('{layer0}')[0], '{layer0}' not in names[norm]
+    tokens, head = first.get('registers', ''), first['head/kernel']
+    return {
+        'depth': shape_of(arrays, block, 2)[0] if is_stacked else count_layers(arrays, block),
+        'mlp_dim': kernel_shape(arrays, kernel, 2 + is_stacked)[-2],
+        'registers': arrays[tokens].shape[1] if tokens in arrays else 0,
+        'pre_norm': first.get('pre_norm/scale') in arrays,
+        'layer_scale': 1e-5 if first.get('encoder/block/attention_scale') in arrays else None,
+        'num_classes': kernel_shape(arrays, head, 2)[-1] if head in arrays else None,
+        'representation_size': length_of(arrays, first.get('pre_logits/bias', '')),
+    }
 
 
 def _infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:

@@ -121,19 +121,8 @@ def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
     """Infers the model of a file without a description."""
     if hints.gelu is None:
         raise NeedsHint(f'unknown GELU without {_FILE}; set gelu=quick (OpenAI) or gelu=exact')
-    config, _ = inference.infer_config(
-        arrays,
-        hints,
-        axes='OIHW',
-        embedding='conv1.weight',
-        table='positional_embedding',
-        rows=(1,),
-        depth=inference.count_layers(arrays, rf'{_BLOCK}\.(\d+)\.'),
-        mlp_dim=inference.shape_of(arrays, f'{_BLOCK}.0.mlp.c_fc.bias', 1)[0],
-        num_classes=inference.shape_of(arrays, 'proj', 2)[1] if 'proj' in arrays else None,
-        **_SHARED,
-    )
-    return config
+    rules = _rules(ViTConfig(), Layout())
+    return inference.infer_config(arrays, rules, hints, rows=(1,), **_SHARED)[0]
 
 
 def _build_config(arrays: Arrays, model: _Model, vision: _Vision) -> ViTConfig:

@@ -32,8 +32,8 @@ from vit_jax.checkpoints.formats.wrappers import unwrap
 from vit_jax.data import imagenet_classes
 from vit_jax.models import abstract_params
 
-# The first format that matches a file's names parses it; so bigvision comes after google.
-FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, TIMM, VIT5, HUGGINGFACE, OPEN_CLIP
+# The first format that matches a file's names parses it: the more special format comes first.
+FORMATS: tuple[Format[Any], ...] = GOOGLE, BIGVISION, VIT5, TIMM, HUGGINGFACE, OPEN_CLIP
 # Prefixes that formats put before the names of the body.
 OWN_PREFIXES = 'visual.', 'visual.trunk.', *sorted(PREFIXES)
 OURS = 'vit_jax'  # a directory written with orbax (checkpoints/store.py)

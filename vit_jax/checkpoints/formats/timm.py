@@ -23,7 +23,6 @@ from vit_jax.models import Gelu, Pool, ViTConfig
 from vit_jax.models.config import PositionResize
 
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
-VIT5 = r'blocks\.0\.attn\.rope\.freqs'  # an array that only files of ViT-5 have (vit5.py)
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 # Parts of names that only some files have: files of timm's class Eva, and Meta's DINOv2.
@@ -216,7 +215,7 @@ def _build_config(
     name, _, tag = described.architecture.partition('.')
     require(not name or bool(_SUPPORTED.fullmatch(name)), f'timm model {name} is not supported')
     parts = {part for array in arrays for part in array.split('.')}
-    layout = Layout(prefix=prefix, variants=tuple(sorted(_VARIANTS & parts)))
+    layout = Layout(variants=tuple(sorted(_VARIANTS & parts)))
     has_bias = any(array.endswith('attn.qkv.bias') for array in arrays)
     absent = 'k_bias' if 'q_bias' in layout.variants else '' if has_bias else 'qkv.bias'
     zeros = (f'{prefix}blocks.{{layer0}}.attn.{absent}',) if absent else ()
@@ -224,18 +223,16 @@ def _build_config(
     num_tokens = ('cls_token' in arrays) + ('dist_token' in arrays)
     config, num_rows = inference.infer_config(
         arrays,
+        make_rules(ViTConfig(), layout),
         _add_facts(name, described.tag or tag, arrays, hints, described),
-        axes='OIHW',
-        embedding='patch_embed.proj.weight',
         root=next((r for root in _ROOTS.values() if (r := f'{root}.conv.weight') in arrays), ''),
         unit=_UNIT,
-        table=None if options.get('positions') else 'pos_embed',
         rows=(0,) if described.no_embed_class else (num_tokens, 0),
         image_size=described.img_size or (described.input_size and described.input_size[1:]),
         **options,
     )
     class_row = bool(num_rows) or num_tokens == 0
-    return config, dataclasses.replace(layout, class_row=class_row, zeros=zeros)
+    return config, dataclasses.replace(layout, prefix=prefix, class_row=class_row, zeros=zeros)
 
 
 def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _Description) -> Hints:
@@ -265,31 +262,21 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
         inferred = 'avg'
     pool = _POOLS[inferred if described.global_pool is None else described.global_pool]
     pool = 'cls_dist' if pool == 'cls' and 'dist_token' in arrays else pool
-    tokens = next((n for n in ('reg_token', 'register_tokens') if n in arrays), None)
     resize: PositionResize = 'bicubic_antialias'
     if name.startswith('flexivit'):
         resize = 'bilinear_edges'
-    elif not name and 'mask_token' in arrays and not tokens:  # DINOv2 by Meta without registers
-        resize = 'bicubic_offset'
-    head = inference.length_of(arrays, 'head.bias')
-    has_scale = not {'blocks.0.ls1.gamma', 'blocks.0.gamma_1'}.isdisjoint(arrays)
+    elif not name and 'mask_token' in arrays and 'register_tokens' not in layout.variants:
+        resize = 'bicubic_offset'  # DINOv2 by Meta without registers
     options: dict[str, Any] = {
-        'mlp_dim': mlp_dim,
-        'depth': described.depth or inference.count_layers(arrays, r'blocks\.(\d+)\.'),
         'pool': pool,
         'class_tokens': 1 if 'cls_token' in arrays and pool not in ('cls', 'cls_dist') else None,
-        'registers': arrays[tokens].shape[1] if tokens else 0,
-        'pre_norm': 'norm_pre.weight' in arrays,
-        'layer_scale': 1e-5 if has_scale else None,
         'final_norm': 'after_pool' if 'fc_norm.weight' in arrays else 'before_pool',
-        'num_classes': (head if described.num_classes is None else described.num_classes) or None,
-        'representation_size': inference.length_of(arrays, 'pre_logits.fc.bias'),
         'position_resize': resize,
     }
+    stated = {name: getattr(described, name) for name in ('depth', 'num_heads', 'num_classes')}
+    options |= {name: value or None for name, value in stated.items() if value is not None}
     if described.act_layer is not None or is_gated:
         options['gelu'] = _GELUS[described.act_layer or 'silu']
-    if described.num_heads is not None:
-        options['num_heads'] = described.num_heads
     if _ROPE.fullmatch(name):
         options['positions'] = 'rope'
     return options
@@ -312,12 +299,11 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
 TIMM = Format[Layout](
     name='timm',
     suffix='.safetensors',
-    matches=lambda names: (
-        any(map(_KNOWN.fullmatch, names)) and not any(re.fullmatch(VIT5, name) for name in names)
-    ),
+    matches=lambda names: any(map(_KNOWN.fullmatch, names)),
     parse=_parse,
     rules=make_rules,
     usual_layout=lambda config: _DINOV3 if config.positions == 'rope' else Layout(),
     notes=_notes,
+    is_complete=False,
     positions=('learned', 'rope'),
 )

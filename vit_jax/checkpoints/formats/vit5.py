@@ -6,9 +6,6 @@ head are reordered accordingly, in queries, keys, values, and the inputs of the 
 files also contain the frequencies of RoPE, which are compared with ours.
 """
 
-import re
-from collections.abc import Iterable
-
 import numpy as np
 
 from vit_jax.base import require
@@ -25,15 +22,6 @@ _ATTENTION = 'encoder/block/attention'
 # The axis of the features of a head in each parameter, without the depth axis.
 _HEAD_AXES = {f'{_ATTENTION}/query/{leaf}': -1 for leaf in ('kernel', 'bias')}
 _HEAD_AXES |= {f'{_ATTENTION}/out/kernel': -2}
-# Fields of `ViTConfig` that have only this value in ViT-5.
-_FIXED = {'positions': 'learned_rope', 'norm': 'rms', 'qk_norm': True, 'gelu': 'exact'}
-_FIXED |= {'layer_norm_epsilon': 1e-6, 'pool': 'cls', 'num_class_tokens': 1, 'pre_norm': False}
-_FIXED |= {'parallel': False, 'positions_at': 'stem', 'final_norm': 'before_pool'}
-_FIXED |= {'backbone': None, 'representation_size': None}
-
-
-def _matches(names: Iterable[str]) -> bool:
-    return any(re.fullmatch(timm.VIT5, name) for name in names)
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
@@ -72,23 +60,21 @@ def _constants(config: ViTConfig) -> dict[str, np.ndarray]:
 
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     arrays = contents.arrays
-    width, mlp_dim = inference.shape_of(arrays, 'blocks.0.mlp.fc2.weight', 2)
+    width = inference.shape_of(arrays, 'blocks.0.norm1.weight', 1)[0]
     head_size = inference.shape_of(arrays, 'blocks.0.attn.q_norm.weight', 1)[0]
     config, _ = inference.infer_config(
         arrays,
-        inference.with_defaults(hints, Hints(gelu='exact', layer_norm_epsilon=1e-6)),
-        axes='OIHW',
-        embedding='patch_embed.proj.weight',
-        table='pos_embed',
+        timm.make_rules(ViTConfig(), _LAYOUT),
+        hints,
         rows=(0,),
-        depth=inference.count_layers(arrays, r'blocks\.(\d+)\.'),
-        mlp_dim=mlp_dim,
         num_heads=width // head_size,
-        num_classes=inference.length_of(arrays, 'head.bias'),
-        registers=arrays['reg_token'].shape[1] if 'reg_token' in arrays else 0,
+        gelu='exact',
+        layer_norm_epsilon=1e-6,
         positions='learned_rope',
         position_resize='bicubic',
         norm='rms',
+        pre_norm=False,
+        representation_size=None,
         qk_norm=True,
         qkv_bias='blocks.0.attn.qkv.bias' in arrays,
         layer_scale=1e-4,
@@ -98,19 +84,16 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
-    """Raises UserError for models that ViT-5's code does not support; returns no notes."""
-    wanted = _FIXED | {'grid': (config.grid[0],) * 2}
-    for name, only in wanted.items():
-        value = getattr(config, name)
-        require(value == only, f'the vit5 format cannot hold {name}={value}; use format=vit_jax')
-    require(config.layer_scale is not None, 'the vit5 format cannot hold layer_scale=None')
+    """Raises UserError for a grid that is not square; returns no notes."""
+    is_square = config.grid[0] == config.grid[1]
+    require(is_square, f'the vit5 format cannot hold grid={config.grid}; use format=vit_jax')
     return []
 
 
 VIT5 = Format[Layout](
     name='vit5',
     suffix='.safetensors',
-    matches=_matches,
+    matches=lambda names: 'blocks.0.attn.rope.freqs' in names,
     parse=_parse,
     rules=_rules,
     usual_layout=lambda config: _LAYOUT,

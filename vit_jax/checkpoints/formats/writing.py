@@ -45,8 +45,8 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
     ending = pathlib.Path(path).suffix
     is_file = ending in {*array_files.ENDINGS, *_SUFFIXES.values()}
     fitting = [name for name in NAMES if _SUFFIXES.get(name, '') == (ending if is_file else '')]
-    only = fitting[0] if len(fitting) == 1 or ending == '.safetensors' else own
-    format = named or (own if own in fitting else only)
+    usual = {'.safetensors': 'timm', stablehlo.SUFFIX: stablehlo.NAME}.get(ending, own)
+    format = named or (own if own in fitting else usual)
     known = ', '.join(f'{name} ({_SUFFIXES.get(name, "a directory")})' for name in NAMES)
     require(format in fitting, f'{path}: wrong ending for {format}; endings by format: {known}')
     return format
@@ -133,8 +133,8 @@ def _write_arrays(
     arrays = name_map.to_theirs(resolved, ours)
     arrays |= {name: array.astype(dtype) for name, array in form.constants(config).items()}
     files = form.descriptions(config, card, layout)
-    if form.file_name or form.suffix == '.npz':
-        notes += _check_round_trip(form, card, layout, arrays, files)
+    if form.is_complete:
+        notes += _check_round_trip(form, card, arrays, files)
     if form.suffix == '.npz':
         array_files.write_npz(place, arrays)
         return notes
@@ -166,7 +166,6 @@ def _with_learned_positions(
 def _check_round_trip(
     form: Format[Any],
     card: Card,
-    layout: Layout,
     arrays: Mapping[str, np.ndarray],
     files: Mapping[str, dict[str, Any]],
 ) -> list[str]:
@@ -180,24 +179,21 @@ def _check_round_trip(
     Raises:
       UserError: If readers would build another model, or would reject the files.
     """
-    config, prefix = card.model, layout.prefix
-    stored = {
-        name.removeprefix(prefix): LazyArray(array.shape, array.dtype, array.copy)
-        for name, array in arrays.items()
-    }
+    config = card.model
+    stored = {n: LazyArray(array.shape, array.dtype, array.copy) for n, array in arrays.items()}
     descriptions = {name: JsonObject(content, name) for name, content in files.items()}
-    try:
-        contents = FileContents(stored, descriptions=descriptions)
-        hints = Hints(**{name: getattr(config, name, None) for name in vars(Hints())})
-        parsed = form.parse(contents, hints)
-        match_arrays(form, parsed, stored)
-    except UserError as error:
-        raise UserError(f'the {form.name} format cannot hold this model: {error}') from error
+    hints = Hints(**{name: getattr(config, name, None) for name in vars(Hints())})
     names = (*_NOT_STORED, 'image_size') if isinstance(config, ResNetConfig) else _NOT_STORED
     same = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    again = records.to_dict(dataclasses.replace(parsed.config, **same))
-    if lost := records.differences(records.to_dict(config), again):
-        raise UserError(f'the {form.name} format changes the model: {lost[0]}; use format=vit_jax')
+    try:
+        parsed = form.parse(FileContents(stored, descriptions=descriptions), hints)
+        again = records.to_dict(dataclasses.replace(parsed.config, **same))
+        lost = records.differences(records.to_dict(config), again)
+        require(not lost, f'it would be read with {"".join(lost[:1])}')
+        match_arrays(form, parsed, stored)
+    except UserError as error:
+        wrong = f'the {form.name} format cannot hold this model: {error}'
+        raise UserError(f'{wrong}; use format=vit_jax') from error
     own, theirs = card.preprocessing.crop, parsed.preprocessing.crop
     if isinstance(own, CentralCrop) and isinstance(theirs, CentralCrop):
         theirs = dataclasses.replace(theirs, rounding=own.rounding)  # differs by a pixel at most

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
+from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
 from vit_jax.training import losses
-from vit_jax.training.distillation import PROJECTION
+from vit_jax.training.distillation import OUTPUTS, PROJECTION, TeacherOutputs
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
-from vit_jax.training.optimizer import Schedule, average_params
+from vit_jax.training.optimizer import Schedule, schedule_free_average
 from vit_jax.training.sharpness import GradientFunction, Sharpener
 
 # Purposes of PRNG keys; no key has two purposes. The step is folded into the key of DROP, and with
@@ -38,7 +38,9 @@ class TrainState(NamedTuple):
         Parameters must be jax arrays.
         """
         opt_state = optimizer.init(params)
-        average = jax.tree.map(jnp.copy, params) if with_ema else average_params(opt_state, params)
+        average = (
+            jax.tree.map(jnp.copy, params) if with_ema else schedule_free_average(opt_state, params)
+        )
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average)
 
     @property
@@ -135,6 +137,7 @@ def make_update(
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
     late: tuple[int, Callable[..., BatchSums]] | None = None,
+    teacher_outputs: TeacherOutputs | None = None,
     sharpen: Sharpener | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
@@ -146,37 +149,43 @@ def make_update(
       loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`).
       optimizer: Transforms the gradient of the mean loss into an update.
       schedule: The optimizer's schedule, for the metric `learning_rate`.
-      augment: Maps (key, batch, *teacher) to an augmented batch, with the outputs of the teacher if
-        there is one. The key is the same at each step.
+      augment: Maps (key, batch) to an augmented batch. The key is the same at each step.
       stop_frozen_gradients: Applies stop_gradient to frozen parameters (see `ParamGroups`).
       seed: Seed of the keys of augmentation and dropout.
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
       late: A step and the function that replaces `loss_sums` from this step on; None: no change.
+      teacher_outputs: Computes the outputs of the teacher, which are added to the augmented batch;
+        None: no teacher.
       sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
         metrics are from the first pass; `gradient_norm` is that of SAM's gradient.
 
     Returns:
-      `update(state, batch, *teacher)`; `teacher` are the parameters of the teacher, if any.
+      `update(state, batch, teacher=None)`; `teacher` are the parameters of the teacher, if any.
     """
-
     make = functools.partial(_make_gradients, stop=stop_frozen_gradients, parts=accumulation_steps)
 
-    def update(state: TrainState, batch: Batch, *teacher: Params) -> tuple[TrainState, StepMetrics]:
+    def update(
+        state: TrainState, batch: Batch, teacher: Params | None = None
+    ) -> tuple[TrainState, StepMetrics]:
         gradients = make(loss_sums)
         if late is not None:
-            gradients = _switch(state.step < late[0], gradients, make(late[1]))
+            is_early = state.step < late[0]
+            gradients = functools.partial(jax.lax.cond, is_early, gradients, make(late[1]))
         if sharpen is not None:
             gradients = sharpen(gradients, state.step)
-        batch = augment(make_purpose_key(seed, AUGMENT), batch, *teacher)
+        batch = augment(make_purpose_key(seed, AUGMENT), batch)
+        if teacher_outputs is not None:
+            assert teacher is not None
+            batch = batch | {OUTPUTS: teacher_outputs(teacher, batch['images'])}
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        average = average_params(opt_state, params)
+        average = schedule_free_average(opt_state, params)
         if ema_decay is not None:
             average = optax.incremental_update(params, state.ema_params, 1 - ema_decay)
         # Selecting the state here lets XLA reuse the old memory. optax.apply_if_finite does
@@ -212,13 +221,6 @@ def _make_gradients(
         return batch_sums.sums['loss'], batch_sums
 
     return accumulate_gradients(jax.grad(total, has_aux=True), parts)
-
-
-def _switch(
-    is_first: Bool[Array, ''], first: GradientFunction, second: GradientFunction
-) -> GradientFunction:
-    """Makes a function that computes the first gradient if `is_first`, otherwise the second."""
-    return lambda *arguments: jax.lax.cond(is_first, first, second, *arguments)
 
 
 def _is_schedule(node: Any) -> bool:

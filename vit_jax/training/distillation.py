@@ -8,7 +8,7 @@ teacher is patient and consistent", Beyer et al. 2022).
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ OUTPUTS = 'teacher'  # name of the teacher's outputs in a batch
 PROJECTION = 'teacher_projection'  # name of the linear map of features in the parameters
 Normalize = Callable[[Array], Float[Array, 'b h w c']]
 # Maps the teacher's parameters and augmented images to its logits or features.
-TeacherOutputs = Callable[[Params, Num[Array, 'b h w c']], Float[Array, 'b k']]
+TeacherOutputs = Callable[[Any, Num[Array, 'b h w c']], Float[Array, 'b k']]
 
 
 @dataclasses.dataclass(kw_only=True)

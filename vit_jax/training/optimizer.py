@@ -252,8 +252,8 @@ def _scale_by_trust_ratio() -> optax.GradientTransformation:
     return optax.stateless(functools.partial(tree_names.map_named, scale))
 
 
-def find_schedule_free(opt_state: Any) -> Any | None:
-    """Returns the state of a schedule-free optimizer of optax.contrib, if there is one."""
+def find_schedule_free(opt_state: Any) -> Any:
+    """Returns the state of a schedule-free optimizer of optax.contrib; None if there is none."""
 
     def is_found(node: Any) -> bool:
         return isinstance(node, optax.contrib.ScheduleFreeState)
@@ -287,7 +287,7 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
     wrong += 'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay'
     records.require(is_plain and is_whole and not with_ema, wrong)
     zeros = optax.tree.zeros_like(params)
-    b1 = jax.jit(lambda: optax.tree.get(optimizer.init(zeros), 'b1'))()
+    b1 = jax.jit(lambda: find_schedule_free(optimizer.init(zeros)).b1)()
     wrong = 'optimizer.kind: a schedule-free optimizer with b1=0 has no average; expected b1 > 0'
     records.require(float(b1) > 0, wrong)
 

@@ -15,7 +15,8 @@ from vit_jax.training.losses import BatchSums
 
 Rate = Callable[[Int[Array, '']], Float[Array, '']]  # maps a step to a number
 # Maps (parameters, batch, dropout key) to the gradient of the summed loss, and the sums.
-GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
+Gradient = tuple[Params, BatchSums]
+GradientFunction = Callable[[Params, Batch, Key[Array, '']], Gradient]
 # Maps (function, step) to a function that returns other gradients.
 Sharpener = Callable[[GradientFunction, Int[Array, '']], GradientFunction]
 _EPSILON = 1e-12  # added to norms of gradients
@@ -78,9 +79,7 @@ def make_sharpener(
         return jnp.maximum(0.0, low + (config.rho - low) * fraction)
 
     def sharpen(gradients: GradientFunction, step: Int[Array, '']) -> GradientFunction:
-        def sharpened(
-            params: Params, batch: Batch, key: Key[Array, '']
-        ) -> tuple[Params, BatchSums]:
+        def sharpened(params: Params, batch: Batch, key: Key[Array, '']) -> Gradient:
             gradient, sums = gradients(params, batch, key)
             distance = radius(step) / (optax.tree.norm(gradient) + _EPSILON)
             moved = optax.tree.add_scale(params, distance, gradient)

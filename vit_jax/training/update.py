@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base.array_types import Array, Batch, Float, Int, Key, Params
+from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.distillation import OUTPUTS, PROJECTION, TeacherOutputs
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
@@ -177,7 +177,6 @@ def make_update(
             gradients = sharpen(gradients, state.step)
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
         if teacher_outputs is not None:
-            assert teacher is not None
             batch = batch | {OUTPUTS: teacher_outputs(teacher, batch['images'])}
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
@@ -192,12 +191,7 @@ def make_update(
         # not check the loss or select the average, and it applies the last of many bad updates.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updated = TrainState(state.step, params, opt_state, average)
-
-        def select(new: Any, old: Any) -> Any:
-            # Skipped steps advance the schedule.
-            return new if _is_schedule(new) else jnp.where(finite, new, old)
-
-        after = jax.tree.map(select, updated, state, is_leaf=_is_schedule)
+        after = _select(finite, updated, state)
         scalars = {
             'learning_rate': schedule(state.step),
             'gradient_norm': gradient_norm,
@@ -223,9 +217,16 @@ def _make_gradients(
     return accumulate_gradients(jax.grad(total, has_aux=True), parts)
 
 
-def _is_schedule(node: Any) -> bool:
-    """Returns whether this is the state of the schedule, which advances in skipped steps too."""
-    return isinstance(node, optax.ScaleByScheduleState)
+def _select(finite: Bool[Array, ''], new: TrainState, old: TrainState) -> TrainState:
+    """Returns `new` if `finite`, otherwise `old` with the new state of the schedule."""
+
+    def is_schedule(node: Any) -> bool:  # it advances in skipped steps too
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def select(new: Any, old: Any) -> Any:
+        return new if is_schedule(new) else jnp.where(finite, new, old)
+
+    return jax.tree.map(select, new, old, is_leaf=is_schedule)
 
 
 def accumulate_gradients(gradients: GradientFunction, parts: int) -> GradientFunction:

@@ -305,7 +305,9 @@ def resolve_compute_on_mesh(
 
 def get_regularizations(config: TrainConfig) -> tuple[Regularization, Regularization]:
     """Returns the regularization before and after `config.patch_dropout_until`."""
-    changes = {} if config.patch_dropout_until is None else {'patch_dropout': 0.0}
+    changes: dict[str, Any] = {}
+    if config.patch_dropout_until is not None:
+        changes['patch_dropout'] = 0.0
     return config.regularization, dataclasses.replace(config.regularization, **changes)
 
 

@@ -316,9 +316,8 @@ def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
     sam = config.optimizer.sharpness or Sam(rho=0.0)  # a copy of parameters; GSAM: one gradient
     extra = config.ema_decay is not None, config.accumulation_steps > 1, sam.rho > 0, sam.alpha > 0
-    numbers = (
-        2 + count_moments(config.optimizer, abstract_params(model)) + sum(extra)
-    )  # float32 values per parameter
+    moments = count_moments(config.optimizer, abstract_params(model))
+    numbers = 2 + moments + sum(extra)  # float32 values per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
     return float(limit) - 4 * numbers * count_params(model) // split
 

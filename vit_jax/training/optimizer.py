@@ -299,6 +299,4 @@ def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh)
     """
     if config.kind != 'muon':
         return 0
-    return muon.count_newton_schulz_operations(
-        params, make_param_groups(config, params).trainable, mesh
-    )
+    return muon.count_flops(params, make_param_groups(config, params).trainable, mesh)

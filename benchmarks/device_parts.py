@@ -104,14 +104,14 @@ class RunningStep:
 
     step: Any
     state: Any
-    teacher: tuple[Any, ...] = ()  # its parameters, or ()
+    teacher: Any = None  # its parameters
     metrics: Any = None
 
     def run_steps(self, steps: int, batches: Iterator[Any]) -> float:
         """Runs steps, and returns the mean seconds per step."""
         began = time.perf_counter()
         for _ in range(steps):
-            self.state, self.metrics = self.step(self.state, next(batches), *self.teacher)
+            self.state, self.metrics = self.step(self.state, next(batches), self.teacher)
         jax.block_until_ready(self.metrics)
         return (time.perf_counter() - began) / steps
 
@@ -127,8 +127,8 @@ def measure(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = N
     began = time.perf_counter()
     compiled = traced.lowered.compile(options)
     compile_seconds = time.perf_counter() - began
-    state, batch, *teacher = traced.make_inputs()
-    running, batches = RunningStep(compiled, state, (*teacher,)), repeat(batch)
+    state, batch, teacher = traced.make_inputs()
+    running, batches = RunningStep(compiled, state, teacher), repeat(batch)
     running.run_steps(3, batches)
     seconds = min(running.run_steps(max(1, steps // 2), batches) for _ in range(2))
     return {
@@ -242,7 +242,7 @@ def part_profile(options: dict[str, Any]) -> None:
     model, batch_size = model_and_batch()
     traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     compiled = traced.lowered.compile()
-    state, batch = traced.make_inputs()
+    state, batch, _ = traced.make_inputs()
     running = RunningStep(compiled, state)
     running.run_steps(3, repeat(batch))
     with tempfile.TemporaryDirectory() as folder:
@@ -305,7 +305,7 @@ def part_files(options: dict[str, Any]) -> None:
     config = make_config(model, batch_size, augmentation=crop)
     traced = trace_step(config, num_classes=CLASSES)
     compiled = traced.lowered.compile()
-    state, batch = traced.make_inputs()
+    state, batch, _ = traced.make_inputs()
     running = RunningStep(compiled, state)
     running.run_steps(3, repeat(batch))
     repeated = running.run_steps(STEPS, repeat(batch))

@@ -300,7 +300,7 @@ def measure_with_model(
 
     def update(batch: Batch) -> int:
         nonlocal state
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch, None)
         jax.block_until_ready(metrics)
         return batch_size
 

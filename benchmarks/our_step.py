@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
     experiment: Experiment
     lowered: Any
-    make_inputs: Callable[[], tuple[Any, ...]]  # initial state, batch, teacher if any; on devices
+    make_inputs: Callable[[], tuple[Any, ...]]  # initial state, batch, teacher or None; on devices
 
 
 def make_config(model: ModelConfig, batch_size: int, **changes: Any) -> TrainConfig:
@@ -72,6 +72,6 @@ def trace_step(
         init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
         initial = jax.block_until_ready(init())
         placed = jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
-        return initial, placed, *experiment.teacher
+        return initial, placed, experiment.teacher
 
     return Step(experiment, lowered, make_inputs)

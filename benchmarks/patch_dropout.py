@@ -21,7 +21,7 @@ from vit_jax.models import Regularization, ViTConfig, count_multiply_adds, varia
 def time_step(program: Any, state: Any, batch: Any) -> tuple[Any, tuple[float, float]]:
     """Runs one step. Returns the next state, and the wall and CPU seconds."""
     began = time.perf_counter(), time.process_time()
-    state, metrics = program(state, batch)
+    state, metrics = program(state, batch, None)
     jax.block_until_ready((state, metrics))
     ended = time.perf_counter(), time.process_time()
     return state, (ended[0] - began[0], ended[1] - began[1])
@@ -41,7 +41,7 @@ def measure(arguments: argparse.Namespace) -> dict[float, list[tuple[float, floa
         )
         tokens = regularization.num_tokens(step.experiment.model.config)
         print(f'rate {rate:g}: {tokens} tokens, {operations / 1e9:.2f} G multiply-adds per image')
-    state, batch = step.make_inputs()
+    state, batch, _ = step.make_inputs()
     seconds = dict[float, list[tuple[float, float]]]()
     for turn in range(arguments.turns + 1):
         for rate, program in programs.items():

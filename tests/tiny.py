@@ -1,6 +1,7 @@
 """The smallest models and experiments that still have every part."""
 
 import dataclasses
+import functools
 import itertools
 
 import cv2
@@ -81,12 +82,17 @@ class WatchedJob(Job):
 def compiled(config: TrainConfig, devices=None):
     """The decided experiment, its first state in its place, and its compiled update.
 
-    With a teacher, the update has a third argument, `*experiment.teacher`.
+    The update takes the teacher of the experiment unless another one is given.
     """
     experiment = build_experiment(config, devices=devices)
     state = training_run.abstract_state(experiment)
     init = jax.jit(experiment.init, out_shardings=training_run.get_shardings(state))
-    return experiment, init(), training_run.lower_update(experiment, state).compile()
+    update = training_run.lower_update(experiment, state).compile()
+    return experiment, init(), functools.partial(_run_update, update, experiment)
+
+
+def _run_update(update, experiment, state, batch, teacher=None):
+    return update(state, batch, experiment.teacher if teacher is None else teacher)
 
 
 def images(batch: int = 2, config: ViTConfig | None = None) -> jax.Array:

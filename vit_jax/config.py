@@ -119,11 +119,18 @@ class TrainConfig(Record):
         text = f'expected at most {most}, half of batch_size={self.batch_size}'
         require(repeats <= most, f'loader.repeats={repeats}: {text}')
         require_between(self, 'seed', low=0, below=2**32)
-        copies = -(-self.batch_size // -(-self.batch_size // self.loader.repeats))
+        distinct = -(-self.batch_size // repeats)
+        copies, wrong = -(-self.batch_size // distinct), f'loader.repeats={repeats}'
         room = f'batch_size={self.batch_size} has room for {copies}; expected repeats={copies}'
-        require(copies == self.loader.repeats, f'loader.repeats={self.loader.repeats}: {room}')
-        distinct = len({*self.classes}) == len(self.classes)
-        require(distinct, f'classes={self.classes}: expected distinct names')
+        require(copies == repeats, f'{wrong}: {room}')
+        # The last example is mixed with the first one, which must not be a copy of it.
+        mixes = isinstance(self.augmentation, Augmentation) and self.augmentation.mixes
+        wrong += (
+            f': MixUp and CutMix would mix an image with its copy at batch_size={self.batch_size}'
+        )
+        require(not mixes or self.batch_size % distinct != 1, f'{wrong}; change one of them')
+        is_unique = len({*self.classes}) == len(self.classes)
+        require(is_unique, f'classes={self.classes}: expected distinct names')
         for name in self.evals:
             fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED_KINDS
             wanted = f'letters, digits, _ and -, but not {" or ".join(_RESERVED_KINDS)}'
@@ -147,6 +154,9 @@ class TrainConfig(Record):
         require(is_off, wrong)
         both = self.init_head is not None and self.reuse_head
         require(not both, f'init_head={self.init_head}: expected reuse_head=false')
+        kind = self.loss.kind if isinstance(self.loss, LossConfig) else None
+        wrong = f'init_head={self.init_head}: fits the softmax loss; expected loss.kind=softmax'
+        require(self.init_head is None or kind != 'sigmoid', wrong)
         has_model_head = self.model is not None and self.model.head != 'linear'
         require(not (has_model_head and self.head), 'head: model.head is also set; leave one out')
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.sharding import Mesh
 
-from tests import tiny
+from tests import networks, tiny
 from vit_jax.base import records
 from vit_jax.config import EvalConfig
 from vit_jax.experiment.build import build_experiment, resolve_compute_on_mesh
@@ -17,14 +17,15 @@ from vit_jax.training.optimizer import OptimizerConfig
 MODEL = variant('Ti/16', num_classes=1000)
 
 
-def choice(memory, optimizer='adamw', *, fsdp=1, **changes):
+def choice(memory, optimizer='adamw', *, fsdp=1, teacher=None, **changes):
     """What is chosen for eight GPUs that have so many bytes each."""
     device = mock.Mock(spec=jax.Device, platform='gpu')
     device.memory_stats.return_value = {'bytes_limit': memory}
     mesh = mock.Mock(spec=Mesh, local_devices=[device])
     mesh.shape = {'data': 8 // fsdp, 'fsdp': fsdp, 'tensor': 1}
     values = {'optimizer': OptimizerConfig(kind=optimizer), 'batch_size': 512} | changes
-    return resolve_compute_on_mesh(tiny.experiment(**values), MODEL, mesh, planned=False)
+    options = {'planned': False, 'teacher': teacher}
+    return resolve_compute_on_mesh(tiny.experiment(**values), MODEL, mesh, **options)
 
 
 def suffices(memory, *arguments, **changes):
@@ -47,6 +48,15 @@ def test_a_device_needs_memory_for_all_that_an_optimizer_keeps():
     ]:
         assert suffices(needed, optimizer, **changes), changes
         assert not suffices(needed - 2, optimizer, **changes), changes
+
+
+@pytest.mark.parametrize('dtype, size', [('float32', 4), ('bfloat16', 2)])
+def test_a_teacher_takes_memory_in_the_type_of_the_training(dtype, size):
+    teacher, changes = networks.loaded(tiny.model()), {'compute': Compute(dtype=dtype)}
+    least = bisect.bisect_left(range(2**36), True, key=lambda n: suffices(n, **changes))
+    changes['teacher'] = teacher
+    assert suffices(least + size * count_params(teacher.config), **changes)
+    assert not suffices(least + size * count_params(teacher.config) - 2, **changes)
 
 
 def test_nothing_changes_a_configuration_after_the_experiment_is_built():

@@ -8,6 +8,8 @@ import json
 import math
 import pathlib
 import re
+import signal
+import sys
 
 import pytest
 from rich.console import Console
@@ -126,6 +128,22 @@ def test_a_writer_gets_every_line_and_one_that_fails_is_said_once(tmp_path, capl
     other = reporter_of(tmp_path, range(9), writers=(got.append,), console=quiet)
     other.record_metrics('test', 1, {'loss': 1.0}, '')
     assert got == lines
+
+
+def test_a_writer_that_exits_does_not_end_the_run_and_one_that_interrupts_sends_a_signal(tmp_path):
+    signals = []
+    old = signal.signal(signal.SIGINT, lambda *_: signals.append('interrupted'))
+    try:
+        assert len(report(tmp_path, [1.0] * 20, writers=(lambda line: sys.exit(1),))) == 1
+        assert not signals
+        report(tmp_path, [1.0] * 20, writers=(interrupt,))
+        assert signals == ['interrupted']
+    finally:
+        signal.signal(signal.SIGINT, old)
+
+
+def interrupt(line):
+    raise KeyboardInterrupt
 
 
 def test_half_a_line_of_a_killed_run_is_removed(tmp_path):

@@ -426,6 +426,7 @@ def test_a_run_that_lies_among_the_images_is_to_be_moved(photos):
         (folder / 'events.jsonl').unlink()
 
 
+HALF = {'regularization': Regularization(patch_dropout=0.5)}
 TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
 
 
@@ -443,6 +444,17 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'accumulation_steps': 3}, 'batch_size=16 .* x 3'),
         ({'ema_decay': 1.5}, 'config.ema_decay=1.5'),
         ({'loader': loading.LoaderConfig(repeats=9)}, 'config.loader.repeats=9'),
+        ({'loader': loading.LoaderConfig(repeats=7)}, 'config.loader.repeats=7.* 6'),
+        (
+            {
+                'loader': loading.LoaderConfig(repeats=6),
+                'augmentation': Augmentation(mixup=0.1),
+            },
+            'config.loader.repeats=6.*MixUp',
+        ),
+        (HALF | {'patch_dropout_until': Duration(steps=0)}, 'config.patch_dropout_until'),
+        (HALF | {'patch_dropout_until': Duration(steps=10)}, 'config.patch_dropout_until'),
+        ({'init_head': 'logistic', 'loss': LossConfig(kind='sigmoid')}, 'config.init_head'),
         ({'seed': 'x'}, "config.seed='x'"),
         ({'keep_checkpoints': 0}, 'config.keep_checkpoints=0'),
         ({'evals': {'train': EvalConfig()}}, "config.evals: 'train'"),

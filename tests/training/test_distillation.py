@@ -58,7 +58,8 @@ def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
     model = build(tiny.model())
     model = model._replace(apply=lambda params, images: params['by'] * images.mean(axis=(1, 2)))
     teacher = Teacher(model, {}, lambda images: images.astype(jnp.float32))
-    teaching = distillation.make_teaching(Distillation(teacher='x'), model, teacher, parts=parts)
+    options = Distillation(teacher='x'), model.config, teacher
+    outputs = distillation.make_teacher_outputs(*options, parts=parts)
 
     def loss_sums(params, batch, key):
         error = jnp.abs(batch[OUTPUTS] - 2 * batch['images'].mean(axis=(1, 2))).sum()
@@ -66,8 +67,8 @@ def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
         return BatchSums(sums, jnp.int32(4), {})
 
     mixup = functools.partial(augment, config=Augmentation(mixup=0.5), targets_of=TARGETS)
-    sgd, taught = optax.sgd(0.1), distillation.with_outputs(mixup, teaching)
-    update = make_update(loss_sums, sgd, jnp.sqrt, augment=taught, accumulation_steps=parts)
+    sgd, options = optax.sgd(0.1), {'augment': mixup, 'accumulation_steps': parts}
+    update = make_update(loss_sums, sgd, jnp.sqrt, teacher_outputs=outputs, **options)
     state = TrainState.initial({'w': jnp.ones(3)}, sgd)
     _, metrics = jax.jit(update)(state, BATCH, {'by': 2.0})
     assert metrics.sums['error'] < 1e-2  # float32 rounding of 48 numbers of about 250
@@ -81,7 +82,7 @@ def test_a_new_student_is_as_far_from_the_teacher_as_equal_probabilities(dtype, 
     config = experiment(saved(tmp_path), compute=Compute(dtype=dtype))
     built, state, update = tiny.compiled(config)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(built.teacher)} == {dtype}
-    _, metrics = update(state, BATCH, *built.teacher)
+    _, metrics = update(state, BATCH)
     resized = np.stack([cv2.resize(np.float32(image), (24, 16)) for image in BATCH['images']])
     p = vit_jax.load(tmp_path / 'teacher').probabilities(normalize(resized, SCALING))
     expected = np.log(10) + (p * np.log(p)).sum(axis=-1)[BATCH['mask']].mean()
@@ -102,9 +103,9 @@ def test_devices_parts_and_sharding_change_nothing_and_the_teacher_stays(tmp_pat
         config = experiment(saved(tmp_path), 'features', **rate, **changes)
         built, state, update = tiny.compiled(config, devices)
         placed = built.teacher if teacher is None else jax.device_put(teacher, devices[0])
-        assert placed[0]['embedding']['kernel'].is_fully_replicated == (teacher is not None)
+        assert placed['embedding']['kernel'].is_fully_replicated == (teacher is not None)
         teacher = jax.device_get(placed)
-        state, metrics = update(state, BATCH, *placed)
+        state, metrics = update(state, BATCH, placed)
         chex.assert_trees_all_equal(jax.device_get(placed), teacher)
         results.append((jax.device_get(state.params), metrics.sums))
     chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)  # float32 sums in another order
@@ -114,7 +115,7 @@ def test_each_head_has_its_own_target():
     model, params = tiny.built(tiny.model(depth=1, pool='cls_dist'))
     scale = functools.partial(normalize, preprocessing=SCALING)
     options = Distillation(teacher='x', kind='token'), model, make_loss(LossConfig()), scale
-    sums = distillation.make_loss_sums(*options)
+    sums = distillation.make_distillation_sums(*options)
     gradient = jax.jit(jax.grad(lambda params, batch: sums(params, batch).sums['loss']))
     others, batch = (BATCH['labels'] + 1) % 10, BATCH | {OUTPUTS: TARGETS(BATCH['labels'])}
     changes = {}, {'labels': others}, {OUTPUTS: TARGETS(others)}
@@ -147,7 +148,7 @@ def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_p
     state, _, teacher = lowered.args_info[0]
     assert all(leaf.donated for leaf in jax.tree.leaves(state))
     assert not any(leaf.donated for leaf in jax.tree.leaves(teacher))
-    assert len(jax.tree.leaves(teacher)) == len(jax.tree.leaves(*built.teacher))
+    assert len(jax.tree.leaves(teacher)) == len(jax.tree.leaves(built.teacher))
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,10 @@ def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_p
         ('kl', tiny.model(num_classes=7), {}, '7 classes'),
         ('kl', tiny.model(num_classes=None), {}, 'no head'),
         ('token', tiny.model(), {}, 'kind=token.*cls_dist'),
-        ('features', tiny.model(pool='none', num_classes=None), {}, 'pool=none'),
+        ('features', tiny.model(pool='none', num_classes=None), {}, r'teacher.*pool=none'),
+        ('kl', tiny.model(pool='none'), {}, r'distillation\.teacher.*pool=none'),
+        ('kl', tiny.model(channels=1), {}, r'distillation\.teacher.*channels'),
+        ('features', tiny.model(), {'model': tiny.model(pool='none')}, 'model.pool=none'),
         ('kl', tiny.model(), {'objective': MaskedPatches()}, 'distillation'),
     ],
 )

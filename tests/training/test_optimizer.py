@@ -12,7 +12,7 @@ from vit_jax.training.optimizer import (
     OPTIONS,
     OptimizerConfig,
     ScheduleConfig,
-    check_average,
+    check_optimizer,
     count_moments,
     make_optimizer,
     make_schedule,
@@ -93,7 +93,7 @@ def test_only_the_first_moment_is_kept_in_bfloat16_when_asked(kind):
     dtypes = [leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim]
     assert dtypes.count('bfloat16') == 4
     others = (
-        4 if kind == 'muon' else 4 * (count_moments(config, {}) - 1)
+        4 if kind == 'muon' else 4 * (count_moments(config, PARAMS) - 1)
     )  # muon: its coefficients too
     assert kind == 'adafactor' or dtypes.count('float32') == others
 
@@ -155,9 +155,29 @@ def test_a_function_is_the_optimizer_within_clipping_frozen_parameters_and_facto
     )
 
 
+def in_dense(tree):
+    """A mask of optax that selects by name."""
+    nothing = jax.tree.map(lambda _: False, tree)
+    return nothing | {'dense': jax.tree.map(lambda _: True, tree['dense'])}
+
+
+def test_an_optimizer_function_may_mask_parameters_by_name():
+    config = OptimizerConfig(kind=lambda rate: optax.masked(optax.sgd(rate), in_dense))
+    assert count_moments(config, PARAMS) == 0
+    found, _ = updated(config)
+    assert not np.array_equal(found['dense']['bias'], PARAMS['dense']['bias'])
+
+
+def free(**options):
+    return lambda rate: optax.contrib.schedule_free_sgd(0.1, **options)
+
+
 @pytest.mark.parametrize(
     'config, with_ema',
     [
+        ({'kind': lambda rate: optax.masked(free()(rate), in_dense)}, False),
+        ({'kind': free(b1=0.0)}, False),
+        ({'kind': lambda rate: optax.lbfgs()}, False),
         ({'kind': 'muon', 'frozen': ('encoder/.*',)}, False),
         ({'kind': 'lamb'}, False),
         ({'kind': lambda schedule: None}, False),
@@ -171,7 +191,7 @@ def test_an_optimizer_that_cannot_work_is_rejected(config, with_ema):
     groups = make_param_groups(config, PARAMS)
     with pytest.raises(UserError, match='optimizer.kind'):
         optimizer = make_optimizer(config, lambda step: jnp.asarray(1.0), groups)
-        check_average(optimizer, groups, PARAMS, with_ema=with_ema)
+        check_optimizer(optimizer, groups, PARAMS, with_ema=with_ema)
 
 
 def adafactor(gradients, *, b2=0.999, momentum=0.9, factored=True):

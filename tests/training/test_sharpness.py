@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+from vit_jax.base import UserError
 from vit_jax.training.losses import BatchSums, sum_examples
 from vit_jax.training.sharpness import Sam, make_sharpener
 from vit_jax.training.update import TrainState, make_update
@@ -49,11 +50,19 @@ def root_sums(params, batch, key):
 
 def step(loss_sums, config, params, batch=BATCH, **options):
     """Returns the change of the parameters, minus the gradient, and the metrics of an SGD step."""
-    schedule, params = optax.constant_schedule(1.0), jax.tree.map(jnp.asarray, params)
+    schedule = optax.linear_schedule(1.0, 0.1, 1)  # 1 in the first step
+    params = jax.tree.map(jnp.asarray, params)
     sharpen = make_sharpener(config, schedule, peak=1.0, total_steps=1)
     update = make_update(loss_sums, optax.sgd(1.0), schedule, sharpen=sharpen, **options)
     after, metrics = jax.jit(update)(TrainState.initial(params, optax.sgd(1.0)), batch)
     return optax.tree.sub(after.params, params), metrics
+
+
+def test_a_perturbation_that_cannot_follow_the_rate_is_rejected():
+    constant = optax.constant_schedule(1.0)
+    with pytest.raises(UserError, match=r'optimizer\.sharpness'):
+        make_sharpener(GSAM, constant, peak=1.0, total_steps=1)
+    assert make_sharpener(Sam(), constant, peak=1.0, total_steps=1) is not None
 
 
 def test_parts_of_a_batch_share_one_perturbation():

@@ -99,6 +99,11 @@ class Augmentation(Record):
         require_between(self, 'erasing', 'color_jitter', low=0, high=1)
         require_between(self, 'shift_pixels', 'mixup', 'cutmix', low=0)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed with their neighbors in the batch."""
+        return self.mixup > 0 or self.cutmix > 0
+
 
 def augreg(level: str) -> Augmentation:
     """Returns the augmentation of an AugReg level: Inception crop, flips, RandAugment and MixUp.
@@ -143,7 +148,7 @@ def augment(
     keys = example_keys(key, batch)
     images = jax.vmap(lambda key, image: _augment_image(key, image, config))(keys, batch['images'])
     batch = batch | {'images': images}
-    if not config.mixup and not config.cutmix:
+    if not config.mixes:
         return batch
     size = images.shape[1], images.shape[2]
     own = jax.vmap(lambda key: _draw_own_weight(jax.random.fold_in(key, _MIX), config, size))(keys)

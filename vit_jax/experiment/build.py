@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.base import Array, Batch, Key, Params, UserError, plural, raise_all, records, require
@@ -18,52 +19,31 @@ from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
 from vit_jax.checkpoints.transfer import Transferred, remove_head, transfer, with_linear_head
 from vit_jax.config import TrainConfig
+from vit_jax.data import loading
 from vit_jax.data.augmentation import augment, example_keys, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
-from vit_jax.data.loading import (
-    ImageReader,
-    check_balance,
-    check_memory,
-    make_loaders,
-    make_warning,
-)
+from vit_jax.data.loading import ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
-from vit_jax.models import (
-    Compute,
-    Model,
-    ModelConfig,
-    Regularization,
-    ViTConfig,
-    abstract_params,
-    build,
-    count_params,
-)
+from vit_jax.models import Compute, Model, ModelConfig, Regularization, ViTConfig
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
-from vit_jax.pretrained import load_teacher
-from vit_jax.training import distillation
+from vit_jax.models.model import abstract_params, build, count_params
+from vit_jax.pretrained import LoadedModel, load_teacher
+from vit_jax.training import distillation, losses
 from vit_jax.training import update as updates
-from vit_jax.training.distillation import Teaching, make_teaching
+from vit_jax.training.distillation import Teacher, make_teacher_outputs, with_projection
 from vit_jax.training.duration import TrainLength, make_train_length
-from vit_jax.training.losses import (
-    BatchSums,
-    LossConfig,
-    StepMetrics,
-    logits_and_targets,
-    make_loss,
-    make_targets,
-    with_scaled_targets,
-)
+from vit_jax.training.losses import BatchSums, LossConfig, StepMetrics
 from vit_jax.training.masked_patches import configure_for_patches, make_patch_loss_sums
-from vit_jax.training.optimizer import check_average, count_moments, make_optimizer, make_schedule
+from vit_jax.training.optimizer import check_optimizer, count_moments, make_optimizer, make_schedule
 from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.sharpness import Sam, make_sharpener
 from vit_jax.training.update import TrainState
 
-Update = Callable[..., tuple[TrainState, StepMetrics]]  # (state, batch, *teacher)
+Update = Callable[..., tuple[TrainState, StepMetrics]]  # (state, batch, teacher=None)
 LossSumsFn = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
 
 
@@ -71,13 +51,13 @@ class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
     init(params=None) -> initial TrainState, with random parameters or the given ones
-    update(state, batch, *teacher) -> (state after one step, metrics)
+    update(state, batch, teacher=None) -> (state after one step, metrics)
     evaluator.evaluate(params, eval_readers[name]) -> metrics of an evaluation
     """
 
     config: TrainConfig
     start_from: Checkpoint | None  # opened `config.start_from`; its arrays are not read yet
-    teacher: tuple[Params, ...]  # frozen parameters, on the devices or abstract; (): no teacher
+    teacher: Params | None  # frozen parameters, on the devices or abstract; None: no teacher
     mesh: Mesh
     compute: Compute  # options of computation, without `auto`
     model: Model
@@ -170,28 +150,28 @@ def build_experiment(
     config.distillation, loaded = load_teacher(config.distillation, train.class_names)
 
     mesh, planned = make_mesh(config, devices), devices is not None
-    compute = resolve_compute_on_mesh(config, model_config, mesh, planned=planned, dtype=dtype)
+    compute = resolve_compute_on_mesh(
+        config, model_config, mesh, planned=planned, dtype=dtype, teacher=loaded
+    )
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
     platform = mesh.devices.flat[0].platform
     build_model = functools.partial(build, model_config, compute=compute, platform=platform)
-    model = build_model(regularization=config.regularization)
+    models = [build_model(regularization=each) for each in get_regularizations(config)]
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
-    train_sums, eval_sums = _make_loss_sums(config, model, preprocessing, train)
-    late = _make_late_sums(config, build_model, preprocessing, train, length)
     teacher = None
     if loaded is not None:
         teacher = loaded.as_teacher(compute.dtype, mesh, config.mesh, abstract=planned)
-    teaching = make_teaching(config.distillation, model, teacher, parts=config.accumulation_steps)
-    init, update, report = _make_training(config, teaching, train_sums, length, train, late)
+    training = _make_training(config, models, teacher, preprocessing, length, train)
+    init, update, eval_sums, report = training
     return Experiment(
         config=config,
         start_from=start,
-        teacher=() if teacher is None else (teacher.params,),
+        teacher=None if teacher is None else teacher.params,
         mesh=mesh,
         compute=compute,
-        model=model,
+        model=models[0],
         preprocessing=preprocessing,
         length=length,
         train_reader=reader(train, crop=host_crop(config.augmentation, preprocessing)),
@@ -212,7 +192,7 @@ def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, S
         for name, one in config.evaluations.items()
     }
     raise_all(check_labels(config, train, evaluated))
-    check_balance(train, config.loader)
+    loading.check_balance(train, config.loader)
     return train, evaluated
 
 
@@ -287,7 +267,13 @@ def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) 
 
 
 def resolve_compute_on_mesh(
-    config: TrainConfig, model: ModelConfig, mesh: Mesh, *, planned: bool, dtype: Any = 'auto'
+    config: TrainConfig,
+    model: ModelConfig,
+    mesh: Mesh,
+    *,
+    planned: bool,
+    dtype: Any = 'auto',
+    teacher: LoadedModel | None = None,
 ) -> Compute:
     """Resolves the compute options of a model for the devices of a mesh.
 
@@ -297,6 +283,7 @@ def resolve_compute_on_mesh(
       mesh: The devices.
       planned: Whether the devices are not attached. Their memory is then taken as unlimited.
       dtype: Value for `compute.dtype=auto`; `auto`: bfloat16 on devices with fast bfloat16.
+      teacher: The teacher, if any.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
     dtype = dtype if config.compute.dtype == 'auto' else config.compute.dtype
@@ -304,20 +291,24 @@ def resolve_compute_on_mesh(
         dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     memory = math.inf if planned else _memory_without_state(config, model, mesh)
+    if teacher is not None:
+        size = count_params(teacher.config) * np.dtype(dtype).itemsize
+        memory -= size // (mesh.shape['fsdp'] * mesh.shape['tensor'])
     return resolve_compute(
         dataclasses.replace(config.compute, dtype=dtype),
         model,
         platform=device.platform,
-        regularization=get_late_regularization(config),
+        regularization=get_regularizations(config)[1],  # the last steps need the most memory
         memory=memory / (config.batch_size // parts),
     )
 
 
-def get_late_regularization(config: TrainConfig) -> Regularization:
-    """Returns the regularization of the last steps, which need the most memory."""
-    if config.patch_dropout_until is None:
-        return config.regularization
-    return dataclasses.replace(config.regularization, patch_dropout=0.0)
+def get_regularizations(config: TrainConfig) -> tuple[Regularization, Regularization]:
+    """Returns the regularization before and after `config.patch_dropout_until`."""
+    changes: dict[str, Any] = {}
+    if config.patch_dropout_until is not None:
+        changes['patch_dropout'] = 0.0
+    return config.regularization, dataclasses.replace(config.regularization, **changes)
 
 
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
@@ -325,9 +316,8 @@ def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
     sam = config.optimizer.sharpness or Sam(rho=0.0)  # a copy of parameters; GSAM: one gradient
     extra = config.ema_decay is not None, config.accumulation_steps > 1, sam.rho > 0, sam.alpha > 0
-    numbers = (
-        2 + count_moments(config.optimizer, abstract_params(model)) + sum(extra)
-    )  # float32 values per parameter
+    moments = count_moments(config.optimizer, abstract_params(model))
+    numbers = 2 + moments + sum(extra)  # float32 values per parameter
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
     return float(limit) - 4 * numbers * count_params(model) // split
 
@@ -344,17 +334,17 @@ def make_readers(
         seed=config.seed,
         on_unreadable=config.loader.on_unreadable,
         max_pixels=config.loader.max_pixels,
-        on_skipped=make_warning(),
+        on_skipped=loading.make_warning(),
     )
 
 
 def make_eval_batches(config: TrainConfig, mesh: Mesh) -> BatchMaker:
     """Makes loaders and batch size of evaluations. Training uses the same loaders."""
-    loader_of = make_loaders(config.loader, meshes.batch_sharding(mesh))
+    loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(mesh))
     return BatchMaker(mesh, loader_of, config.eval_batch_size or config.batch_size)
 
 
-def _make_loss_sums(
+def _select_loss_sums(
     config: TrainConfig, model: Model, preprocessing: Preprocessing, train: Source
 ) -> tuple[LossSumsFn, LossSumsFn]:
     """Makes functions that sum loss and metrics over a batch, for training and for evaluation.
@@ -373,62 +363,62 @@ def _make_loss_sums(
         make_sums = functools.partial(make_patch_loss_sums, model=model.config, keys_of=keys_of)
         sums = make_sums(model.predict_patches, config.objective, normalize_images)
         return sums, sums
-    loss = make_loss(config.loss)
+    loss = losses.make_loss(config.loss)
     make_sums = functools.partial(updates.make_loss_sums, model.apply, normalize=normalize_images)
     train_sums = make_sums(loss)
     if config.distillation.teacher is not None:
-        train_sums = distillation.make_loss_sums(config.distillation, model, loss, normalize_images)
+        options = config.distillation, model, loss, normalize_images
+        train_sums = distillation.make_distillation_sums(*options)
     if train.multi_label:
-        return train_sums, make_sums(loss, outputs=logits_and_targets)
-    return train_sums, make_sums(with_scaled_targets(loss))
-
-
-def _make_late_sums(
-    config: TrainConfig,
-    build_model: Callable[..., Model],
-    preprocessing: Preprocessing,
-    train: Source,
-    length: TrainLength,
-) -> tuple[int, LossSumsFn] | None:
-    """Returns the first step without PatchDropout, and its loss; None: the loss never changes."""
-    if (until := config.patch_dropout_until) is None:
-        return None
-    model = build_model(regularization=get_late_regularization(config))
-    return length.to_steps(until), _make_loss_sums(config, model, preprocessing, train)[0]
+        return train_sums, make_sums(loss, outputs=losses.logits_and_targets)
+    return train_sums, make_sums(losses.with_scaled_targets(loss))
 
 
 def _make_training(
     config: TrainConfig,
-    teaching: Teaching,
-    loss_sums: LossSumsFn,
+    models: list[Model],
+    teacher: Teacher | None,
+    preprocessing: Preprocessing,
     length: TrainLength,
     train: Source,
-    late: tuple[int, LossSumsFn] | None,
-) -> tuple[Callable[..., TrainState], Update, list[str]]:
-    """Returns `init`, `update` and the report of the param groups.
+) -> tuple[Callable[..., TrainState], Update, LossSumsFn, list[str]]:
+    """Returns `init`, `update`, the sums of evaluations, and the report of the param groups.
 
-    Raises UserError if the optimizer's options do not fit the model or the length.
+    `models` have the regularization before and after `config.patch_dropout_until`.
+
+    Raises UserError if options do not fit the models or the length.
     """
+    sums = [_select_loss_sums(config, model, preprocessing, train) for model in models]
+    model, outputs, parts, late = models[0], None, config.accumulation_steps, None
+    if teacher is not None:
+        outputs = make_teacher_outputs(config.distillation, model.config, teacher, parts=parts)
+        if config.distillation.kind == 'features':
+            model = with_projection(model, teacher.model)
+    if (until := config.patch_dropout_until) is not None:
+        late = length.to_steps(until), sums[1][0]
+        wrong = f'config.patch_dropout_until.{until} is step {late[0]}'
+        wanted = f'expected a step from 1 to {length.total_steps - 1}'
+        require(0 < late[0] < length.total_steps, f'{wrong}; {wanted}; or leave it out')
     schedule = make_schedule(config.schedule, length)
-    params = jax.eval_shape(teaching.init, jax.random.key(0))
+    params = jax.eval_shape(model.init, jax.random.key(0))
     groups = make_param_groups(config.optimizer, params)
     optimizer = make_optimizer(config.optimizer, schedule, groups)
     with_ema = config.ema_decay is not None
     peak, sam = config.schedule.learning_rate, config.optimizer.sharpness
-    check_average(optimizer, groups, params, with_ema=with_ema)
-    init = updates.make_init(teaching.init, optimizer, seed=config.seed, with_ema=with_ema)
-    targets = functools.partial(make_targets, num_classes=len(train.class_names))
-    augmented = functools.partial(augment, config=config.augmentation, targets_of=targets)
+    check_optimizer(optimizer, groups, params, with_ema=with_ema)
+    init = updates.make_init(model.init, optimizer, seed=config.seed, with_ema=with_ema)
+    targets = functools.partial(losses.make_targets, num_classes=len(train.class_names))
     update = updates.make_update(
-        loss_sums,
+        sums[0][0],
         optimizer,
         schedule,
-        augment=distillation.with_outputs(augmented, teaching),
+        augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
         stop_frozen_gradients=groups.stop_frozen_gradients,
         seed=config.seed,
-        accumulation_steps=config.accumulation_steps,
+        accumulation_steps=parts,
         ema_decay=config.ema_decay,
         late=late,
+        teacher_outputs=outputs,
         sharpen=make_sharpener(sam, schedule, peak=peak, total_steps=length.total_steps),
     )
-    return init, update, groups.report
+    return init, update, sums[0][1], groups.report

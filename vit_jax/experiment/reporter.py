@@ -17,6 +17,8 @@ import datetime
 import json
 import logging
 import math
+import os
+import signal
 import time
 from typing import Any
 
@@ -193,7 +195,9 @@ class Reporter:
         for writer in self._writers:
             try:
                 writer(dict(values))
-            except Exception as error:
+            except KeyboardInterrupt:
+                os.kill(os.getpid(), signal.SIGINT)  # stops and saves as after Ctrl+C
+            except (Exception, SystemExit) as error:
                 if writer not in self._failed_writers:
                     self._failed_writers.append(writer)
                     text = errors.format_error(error)

@@ -96,12 +96,12 @@ def train(
         console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
         checkpoints = open_checkpoint_store(experiment, workdir, job)
         stack.enter_context(contextlib.closing(checkpoints))
-        state, progress = restore_or_init(experiment, programs.state, checkpoints, console)
-        if experiment.config.init_head is not None and checkpoints.latest_step is None:
-            state = fit_head(experiment, state, job, console)
+        state, progress = restore_or_init(experiment, programs.state, checkpoints, job, console)
         steps = range(int(state.step), experiment.length.total_steps)
         if selection and (saved := progress.get('selection')):
-            selection.resume(saved)
+            best = saved['step']
+            if best is None or checkpoints.path(best).exists():  # not damaged and moved aside
+                selection.resume(saved)
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
         )
@@ -212,7 +212,7 @@ def lower_update(experiment: Experiment, state: TrainState) -> Any:
     out_shardings = get_shardings(state), meshes.replicated(experiment.mesh)
     options = {'donate_argnums': 0, 'out_shardings': out_shardings}
     step = meshes.jit_on(experiment.update, experiment.mesh, **options)
-    return step.lower(state, batch, *experiment.teacher)
+    return step.lower(state, batch, experiment.teacher)
 
 
 def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Evaluator]:
@@ -246,16 +246,21 @@ def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) ->
 
 
 def restore_or_init(
-    experiment: Experiment, abstract: TrainState, checkpoints: Checkpoints, console: Console
+    experiment: Experiment,
+    abstract: TrainState,
+    checkpoints: Checkpoints,
+    job: Job,
+    console: Console,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Restores the newest checkpoint or initializes the state.
 
-    Initial parameters come from `config.start_from` if it is set.
+    Initial parameters come from `config.start_from` if it is set, and the head from `init_head`.
 
     Args:
       experiment: The experiment.
       abstract: Shape, dtype and sharding of each array of the state.
       checkpoints: The checkpoints of the run.
+      job: This process.
       console: Receives a line about the source of the state.
 
     Returns:
@@ -279,26 +284,32 @@ def restore_or_init(
     start = experiment.start_from
     if start is None:
         return init(), {}
-    params, report = experiment.transfer_params(start, init().params)
+    init_params = meshes.jit_on(
+        lambda: experiment.init().params, experiment.mesh, out_shardings=shardings.params
+    )
+    params, report = experiment.transfer_params(start, init_params())
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
-    return init(meshes.put(params, shardings.params)), {}
+    params = meshes.put(params, shardings.params)
+    if experiment.config.init_head is not None:
+        params['head'] = make_linear_probe_head(experiment, params, job, console)
+    return init(params), {}
 
 
-def fit_head(experiment: Experiment, state: TrainState, job: Job, console: Console) -> TrainState:
-    """Fits the linear head to the features of all training images, without augmentation.
+def make_linear_probe_head(
+    experiment: Experiment, params: Params, job: Job, console: Console
+) -> Params:
+    """Fits a linear head to the features of all training images, without augmentation.
 
-    Returns the state with this head, which all processes get from process 0.
+    All processes get it from process 0.
     """
     batches = make_eval_batches(experiment.config, experiment.mesh)  # with its own cache of images
     features = make_feature_evaluator(experiment.model, experiment.preprocessing, batches)
     reader = dataclasses.replace(experiment.train_reader, crop=experiment.preprocessing.crop)
-    features_of = make_feature_function(features, state.params, job.tick_each)
+    features_of = make_feature_function(features, params, job.tick_each)
     head, line = probing.fit_head(features_of, reader)
     console.print(line)
     job.barrier('head')  # a collective follows, for which gloo waits only 30 s
-    placed = meshes.put(meshes.broadcast(head), get_shardings(state.params['head']))
-    init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=get_shardings(state))
-    return init(state.params | {'head': placed})
+    return meshes.put(meshes.broadcast(head), get_shardings(params['head']))
 
 
 @dataclasses.dataclass
@@ -366,7 +377,7 @@ class TrainingRun:
         watched = loop.profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
         with contextlib.closing(watched):
             return loop.fit(
-                lambda *inputs: self.programs.update(*inputs, *experiment.teacher),
+                lambda state, batch: self.programs.update(state, batch, experiment.teacher),
                 state,
                 watched,
                 steps=steps,

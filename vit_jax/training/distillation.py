@@ -6,8 +6,9 @@ teacher is patient and consistent", Beyer et al. 2022).
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,14 @@ import optax
 from optax.microbatching import AccumulationType
 
 from vit_jax.base import Array, Batch, Float, Key, Num, Params, records
-from vit_jax.models import Model, ModelConfig, apply_heads, build
+from vit_jax.models import Model, ModelConfig, apply_heads
 from vit_jax.training.losses import BatchSums, Loss, example_metrics, make_targets, sum_examples
 
 OUTPUTS = 'teacher'  # name of the teacher's outputs in a batch
 PROJECTION = 'teacher_projection'  # name of the linear map of features in the parameters
 Normalize = Callable[[Array], Float[Array, 'b h w c']]
+# Maps the teacher's parameters and augmented images to its logits or features.
+TeacherOutputs = Callable[[Any, Num[Array, 'b h w c']], Float[Array, 'b k']]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -66,89 +69,73 @@ class Teacher(NamedTuple):
     normalize: Normalize  # maps images with pixels from 0 to 255 to the input of the model
 
 
-class Teaching(NamedTuple):
-    """Functions that training needs for a teacher.
-
-    init(key) -> parameters of the student, including the linear map of `kind=features`
-    outputs(teacher's parameters, augmented images) -> logits or features; None: no teacher
-    """
-
-    init: Callable[[Key[Array, '']], Params]
-    outputs: Callable[[Params, Array], Float[Array, 'b k']] | None
-
-
-def with_outputs(augment: Callable[..., Batch], teaching: Teaching) -> Callable[..., Batch]:
-    """Adds the teacher's outputs to the batch of `augment`; its parameters are a third argument."""
-    if (outputs := teaching.outputs) is None:
-        return augment
-
-    def augmented(key: Key[Array, ''], batch: Batch, teacher: Params) -> Batch:
-        batch = augment(key, batch)
-        return batch | {OUTPUTS: outputs(teacher, batch['images'])}
-
-    return augmented
-
-
-def make_teaching(
-    config: Distillation, student: Model, teacher: Teacher | None, *, parts: int
-) -> Teaching:
-    """Makes the functions with which a student learns from a teacher.
-
-    The linear map of `kind=features` is trained with the student, but is not part of it:
-    `TrainState.split` stores it separately. It is used even if both widths are equal, unlike in
-    timm, because it helps there too ("Improved Feature Distillation via Projector Ensemble").
-
-    Args:
-      config: The kind of distillation.
-      student: The model to train.
-      teacher: The teacher; None: no teacher.
-      parts: Number of parts of the batch, which are computed one after the other.
-
-    Raises:
-      UserError: If a model does not fit the kind of distillation.
-    """
-    if teacher is None:
-        return Teaching(student.init, None)
+def _check_models(config: Distillation, student: ModelConfig, teacher: ModelConfig) -> None:
+    """Raises UserError if a model does not fit the kind of distillation."""
     wrong = f'config.distillation.kind={config.kind}: the model has no distillation token'
-    fits = 'token' not in config.kind or getattr(student.config, 'pool', None) == 'cls_dist'
+    fits = 'token' not in config.kind or getattr(student, 'pool', None) == 'cls_dist'
     records.require(fits, f'{wrong}; expected model.pool=cls_dist')
-    model, has_features = teacher.model, config.kind == 'features'
+    wrong = 'config.distillation.kind=features: model.pool=none has features per token'
+    has_vector = config.kind != 'features' or getattr(student, 'pool', None) != 'none'
+    records.require(has_vector, f'{wrong}; expected another pool')
     wrong = 'config.distillation.teacher: a model with pool=none has outputs per token'
-    has_vectors = getattr(model.config, 'pool', None) != 'none'
-    records.require(has_vectors, f'{wrong}; expected one output per image')
-    forward, size = model.features if has_features else model.apply, model.config.image_size
-    widths = [_feature_width(each.config) for each in (student, model) if has_features]
+    has_vector = getattr(teacher, 'pool', None) != 'none'
+    records.require(has_vector, f'{wrong}; expected one output per image')
+    wrong = f'config.distillation.teacher: the teacher takes {teacher.channels} channels'
+    same = teacher.channels == student.channels
+    records.require(same, f'{wrong}; expected {student.channels}, as the model')
+
+
+def with_projection(student: Model, teacher: Model) -> Model:
+    """Returns the student with the linear map of `kind=features` in its initial parameters.
+
+    The map is trained with the student, but is not part of it: `TrainState.split` stores it
+    separately. It is used even if both widths are equal, unlike in timm, because it helps there
+    too ("Improved Feature Distillation via Projector Ensemble").
+    """
+    widths = [_feature_width(model) for model in (student, teacher)]
 
     def init(key: Key[Array, '']) -> Params:
         kernel = jax.nn.initializers.lecun_normal()(jax.random.fold_in(key, 0), widths)
         return student.init(key) | {PROJECTION: {'kernel': kernel, 'bias': jnp.zeros(widths[1])}}
 
+    return student._replace(init=init)
+
+
+def _feature_width(model: Model) -> int:
+    image = jnp.zeros((1, *model.config.image_size, model.config.channels))
+    init = functools.partial(model.init, jax.random.key(0))
+    return jax.eval_shape(lambda: model.features(init(), image)).shape[1]
+
+
+def make_teacher_outputs(
+    config: Distillation, student: ModelConfig, teacher: Teacher, *, parts: int
+) -> TeacherOutputs:
+    """Makes the function that computes logits or features, in `parts` parts of the batch.
+
+    Raises UserError if a model does not fit the kind of distillation.
+    """
+    _check_models(config, student, teacher.model.config)
+    model, size = teacher.model, teacher.model.config.image_size
+    forward = model.features if config.kind == 'features' else model.apply
+
     def outputs(params: Params, images: Num[Array, 'b h w c']) -> Float[Array, 'b k']:
-        def part(images: Num[Array, 'b h w c']) -> Float[Array, 'b k']:
-            if images.shape[1:3] != size:
-                shape = len(images), *size, images.shape[3]
-                images = jax.image.resize(images.astype(jnp.float32), shape, 'bilinear')
-            return forward(params, teacher.normalize(images))
+        if images.shape[1:3] != size:
+            shape = len(images), *size, images.shape[3]
+            images = jax.image.resize(images.astype(jnp.float32), shape, 'bilinear')
+        return forward(params, teacher.normalize(images))
 
-        if parts == 1:
-            return part(images)
-        length, concatenate = len(images) // parts, AccumulationType.CONCAT
-        return optax.microbatch(part, 0, microbatch_size=length, accumulator=concatenate)(images)
+    def outputs_in_parts(params: Params, images: Num[Array, 'b h w c']) -> Float[Array, 'b k']:
+        return optax.microbatch(
+            functools.partial(outputs, params),
+            argnums=0,
+            microbatch_size=len(images) // parts,
+            accumulator=AccumulationType.CONCAT,
+        )(images)
 
-    return Teaching(init if has_features else student.init, outputs)
-
-
-def _feature_width(config: ModelConfig) -> int:
-    """Returns the width of the features. Raises UserError if an image has several vectors."""
-    model, shape = build(config), (1, *config.image_size, config.channels)
-    key, image = jax.random.key(0), jax.ShapeDtypeStruct(shape, jnp.float32)
-    features = jax.eval_shape(lambda image: model.features(model.init(key), image), image)
-    wrong = 'config.distillation.kind=features: a model with pool=none has features per token'
-    records.require(features.ndim == 2, f'{wrong}; expected one vector per image')
-    return features.shape[1]
+    return outputs if parts == 1 else outputs_in_parts
 
 
-def make_loss_sums(
+def make_distillation_sums(
     config: Distillation, model: Model, loss: Loss, normalize: Normalize
 ) -> Callable[..., BatchSums]:
     """Makes the function that computes loss and metrics of training with a teacher.

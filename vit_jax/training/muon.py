@@ -46,7 +46,7 @@ def scale_by_muon(momentum: float, moment_dtype: str) -> optax.GradientTransform
     return optax.chain(momentum_only, optax.stateless(orthogonalize))
 
 
-def count_operations(params: Params, trainable: Any, mesh: Mesh) -> int:
+def count_flops(params: Params, trainable: Any, mesh: Mesh) -> int:
     """Counts the floating-point operations of the iterations per step, on each device.
 
     `params` may be abstract. `trainable` is a tree of booleans.

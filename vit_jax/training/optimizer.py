@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Float, Int, Params, plural, records, tree_names
+from vit_jax.base import Array, Float, Int, Params, UserError, plural, records, tree_names
 from vit_jax.training import muon
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig, make_param_groups
@@ -208,14 +208,10 @@ def _make_core(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTra
 
 
 def count_moments(config: OptimizerConfig, params: Params) -> int:
-    """Returns the number of values that are stored per parameter of a large matrix.
+    """Returns the number of values that are stored per parameter, rounded down.
 
-    They include the average of a schedule-free optimizer. An own function gets `params`, which may
-    be abstract.
+    They include the average of a schedule-free optimizer. `params` may be abstract.
     """
-    if isinstance(config.kind, str):
-        matrix = jax.ShapeDtypeStruct((1, 1024, 1024), np.float32)
-        params = {'encoder': {'block': {'kernel': matrix}}}
     core = _make_core(config, lambda step: jnp.zeros(()))
     state = jax.eval_shape(core.init, params)
     counts = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state, params)]
@@ -256,8 +252,8 @@ def _scale_by_trust_ratio() -> optax.GradientTransformation:
     return optax.stateless(functools.partial(tree_names.map_named, scale))
 
 
-def find_schedule_free(opt_state: Any) -> Any | None:
-    """Returns the state of a schedule-free optimizer of optax.contrib, if there is one."""
+def find_schedule_free(opt_state: Any) -> Any:
+    """Returns the state of a schedule-free optimizer of optax.contrib; None if there is none."""
 
     def is_found(node: Any) -> bool:
         return isinstance(node, optax.contrib.ScheduleFreeState)
@@ -265,24 +261,35 @@ def find_schedule_free(opt_state: Any) -> Any | None:
     return next(filter(is_found, jax.tree.leaves(opt_state, is_leaf=is_found)), None)
 
 
-def average_params(opt_state: Any, params: Params) -> Params | None:
+def schedule_free_average(opt_state: Any, params: Params) -> Params | None:
     """Returns the parameters that a schedule-free optimizer evaluates; otherwise None."""
     state = find_schedule_free(opt_state)
     return None if state is None else optax.contrib.schedule_free_eval_params(state, params)
 
 
-def check_average(optimizer: Any, groups: ParamGroups, params: Params, *, with_ema: bool) -> None:
-    """Raises UserError for options that do not combine with a schedule-free optimizer.
+def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with_ema: bool) -> None:
+    """Raises UserError if the update needs other arguments, or options do not combine.
 
-    Such an optimizer computes its average from the parameters and its own state, so each parameter
-    must change exactly by the optimizer's update. The parameters may be abstract.
+    A schedule-free optimizer computes its average from the parameters and its own state, so each
+    parameter must change exactly by the optimizer's update. The parameters may be abstract.
     """
-    state = find_schedule_free(jax.eval_shape(optimizer.init, params))
+    opt_state = jax.eval_shape(optimizer.init, params)
+    try:
+        jax.eval_shape(optimizer.update, params, opt_state, params)
+    except TypeError as error:
+        wrong = f'optimizer.kind: the update of the optimizer fails ({error})'
+        raise UserError(f'{wrong}; expected update(gradient, state, params)') from error
+    if (state := find_schedule_free(opt_state)) is None:
+        return
     is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(groups.lr_multipliers))
-    is_whole = state is None or len(jax.tree.leaves(state.z)) == len(jax.tree.leaves(params))
+    is_whole = len(jax.tree.leaves(state.z)) == len(jax.tree.leaves(params))
     wrong = 'optimizer.kind: a schedule-free optimizer trains and averages all parameters alike; '
     wrong += 'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay'
-    records.require(state is None or (is_plain and is_whole and not with_ema), wrong)
+    records.require(is_plain and is_whole and not with_ema, wrong)
+    zeros = optax.tree.zeros_like(params)
+    b1 = jax.jit(lambda: find_schedule_free(optimizer.init(zeros)).b1)()
+    wrong = 'optimizer.kind: a schedule-free optimizer with b1=0 has no average; expected b1 > 0'
+    records.require(float(b1) > 0, wrong)
 
 
 def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh) -> int:
@@ -292,4 +299,4 @@ def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh)
     """
     if config.kind != 'muon':
         return 0
-    return muon.count_operations(params, make_param_groups(config, params).trainable, mesh)
+    return muon.count_flops(params, make_param_groups(config, params).trainable, mesh)

@@ -15,7 +15,8 @@ from vit_jax.training.losses import BatchSums
 
 Rate = Callable[[Int[Array, '']], Float[Array, '']]  # maps a step to a number
 # Maps (parameters, batch, dropout key) to the gradient of the summed loss, and the sums.
-GradientFunction = Callable[[Params, Batch, Key[Array, '']], tuple[Params, BatchSums]]
+Gradient = tuple[Params, BatchSums]
+GradientFunction = Callable[[Params, Batch, Key[Array, '']], Gradient]
 # Maps (function, step) to a function that returns other gradients.
 Sharpener = Callable[[GradientFunction, Int[Array, '']], GradientFunction]
 _EPSILON = 1e-12  # added to norms of gradients
@@ -59,15 +60,26 @@ def make_sharpener(
 
     Returns:
       The function; None without a perturbation, so that training compiles as without SAM.
+
+    Raises:
+      UserError: If `rho_min` has no effect, because the learning rate does not decrease.
     """
     if config is None or config.rho == 0:
         return None
-    radius = _make_radius(config, schedule, peak, float(schedule(jnp.asarray(total_steps))))
+    final = float(schedule(jnp.asarray(total_steps)))
+    low = config.rho if config.rho_min is None else config.rho_min
+    wrong = f'optimizer.sharpness.rho_min={low}: the learning rate does not decrease from its peak'
+    records.require(low == config.rho or final < peak, f'{wrong}; leave rho_min out')
+
+    def radius(step: Int[Array, '']) -> Float[Array, '']:
+        if low == config.rho:
+            return jnp.asarray(low)
+        # During the warmup, the rate may be lower than the final one.
+        fraction = (schedule(step) - final) / (peak - final)
+        return jnp.maximum(0.0, low + (config.rho - low) * fraction)
 
     def sharpen(gradients: GradientFunction, step: Int[Array, '']) -> GradientFunction:
-        def sharpened(
-            params: Params, batch: Batch, key: Key[Array, '']
-        ) -> tuple[Params, BatchSums]:
+        def sharpened(params: Params, batch: Batch, key: Key[Array, '']) -> Gradient:
             gradient, sums = gradients(params, batch, key)
             distance = radius(step) / (optax.tree.norm(gradient) + _EPSILON)
             moved = optax.tree.add_scale(params, distance, gradient)
@@ -83,17 +95,3 @@ def make_sharpener(
         return sharpened
 
     return sharpen
-
-
-def _make_radius(config: Sam, schedule: Rate, peak: float, final: float) -> Rate:
-    """Makes the function from a step to the norm of the perturbation."""
-    low = config.rho if config.rho_min is None else config.rho_min
-
-    def radius(step: Int[Array, '']) -> Float[Array, '']:
-        if low == config.rho or peak <= final:
-            return jnp.asarray(config.rho)
-        # During the warmup, the rate may be lower than the final one.
-        fraction = (schedule(step) - final) / (peak - final)
-        return jnp.maximum(0.0, low + (config.rho - low) * fraction)
-
-    return radius

@@ -10,9 +10,9 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
 from vit_jax.training import losses
-from vit_jax.training.distillation import PROJECTION
+from vit_jax.training.distillation import OUTPUTS, PROJECTION, TeacherOutputs
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
-from vit_jax.training.optimizer import Schedule, average_params
+from vit_jax.training.optimizer import Schedule, schedule_free_average
 from vit_jax.training.sharpness import GradientFunction, Sharpener
 
 # Purposes of PRNG keys; no key has two purposes. The step is folded into the key of DROP, and with
@@ -38,7 +38,9 @@ class TrainState(NamedTuple):
         Parameters must be jax arrays.
         """
         opt_state = optimizer.init(params)
-        average = jax.tree.map(jnp.copy, params) if with_ema else average_params(opt_state, params)
+        average = (
+            jax.tree.map(jnp.copy, params) if with_ema else schedule_free_average(opt_state, params)
+        )
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average)
 
     @property
@@ -135,6 +137,7 @@ def make_update(
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
     late: tuple[int, Callable[..., BatchSums]] | None = None,
+    teacher_outputs: TeacherOutputs | None = None,
     sharpen: Sharpener | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
@@ -146,49 +149,49 @@ def make_update(
       loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`).
       optimizer: Transforms the gradient of the mean loss into an update.
       schedule: The optimizer's schedule, for the metric `learning_rate`.
-      augment: Maps (key, batch, *teacher) to an augmented batch, with the outputs of the teacher if
-        there is one. The key is the same at each step.
+      augment: Maps (key, batch) to an augmented batch. The key is the same at each step.
       stop_frozen_gradients: Applies stop_gradient to frozen parameters (see `ParamGroups`).
       seed: Seed of the keys of augmentation and dropout.
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
       late: A step and the function that replaces `loss_sums` from this step on; None: no change.
+      teacher_outputs: Computes the outputs of the teacher, which are added to the augmented batch;
+        None: no teacher.
       sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
         metrics are from the first pass; `gradient_norm` is that of SAM's gradient.
 
     Returns:
-      `update(state, batch, *teacher)`; `teacher` are the parameters of the teacher, if any.
+      `update(state, batch, teacher=None)`; `teacher` are the parameters of the teacher, if any.
     """
-
     make = functools.partial(_make_gradients, stop=stop_frozen_gradients, parts=accumulation_steps)
 
-    def update(state: TrainState, batch: Batch, *teacher: Params) -> tuple[TrainState, StepMetrics]:
+    def update(
+        state: TrainState, batch: Batch, teacher: Params | None = None
+    ) -> tuple[TrainState, StepMetrics]:
         gradients = make(loss_sums)
         if late is not None:
-            gradients = _switch(state.step < late[0], gradients, make(late[1]))
+            is_early = state.step < late[0]
+            gradients = functools.partial(jax.lax.cond, is_early, gradients, make(late[1]))
         if sharpen is not None:
             gradients = sharpen(gradients, state.step)
-        batch = augment(make_purpose_key(seed, AUGMENT), batch, *teacher)
+        batch = augment(make_purpose_key(seed, AUGMENT), batch)
+        if teacher_outputs is not None:
+            batch = batch | {OUTPUTS: teacher_outputs(teacher, batch['images'])}
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
         loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        average = average_params(opt_state, params)
+        average = schedule_free_average(opt_state, params)
         if ema_decay is not None:
             average = optax.incremental_update(params, state.ema_params, 1 - ema_decay)
         # Selecting the state here lets XLA reuse the old memory. optax.apply_if_finite does
         # not check the loss or select the average, and it applies the last of many bad updates.
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         updated = TrainState(state.step, params, opt_state, average)
-
-        def select(new: Any, old: Any) -> Any:
-            # Skipped steps advance the schedule.
-            return new if _is_schedule(new) else jnp.where(finite, new, old)
-
-        after = jax.tree.map(select, updated, state, is_leaf=_is_schedule)
+        after = _select(finite, updated, state)
         scalars = {
             'learning_rate': schedule(state.step),
             'gradient_norm': gradient_norm,
@@ -214,16 +217,16 @@ def _make_gradients(
     return accumulate_gradients(jax.grad(total, has_aux=True), parts)
 
 
-def _switch(
-    is_first: Bool[Array, ''], first: GradientFunction, second: GradientFunction
-) -> GradientFunction:
-    """Makes a function that computes the first gradient if `is_first`, otherwise the second."""
-    return lambda *arguments: jax.lax.cond(is_first, first, second, *arguments)
+def _select(finite: Bool[Array, ''], new: TrainState, old: TrainState) -> TrainState:
+    """Returns `new` if `finite`, otherwise `old` with the new state of the schedule."""
 
+    def is_schedule(node: Any) -> bool:  # it advances in skipped steps too
+        return isinstance(node, optax.ScaleByScheduleState)
 
-def _is_schedule(node: Any) -> bool:
-    """Returns whether this is the state of the schedule, which advances in skipped steps too."""
-    return isinstance(node, optax.ScaleByScheduleState)
+    def select(new: Any, old: Any) -> Any:
+        return new if is_schedule(new) else jnp.where(finite, new, old)
+
+    return jax.tree.map(select, new, old, is_leaf=is_schedule)
 
 
 def accumulate_gradients(gradients: GradientFunction, parts: int) -> GradientFunction:

@@ -13,6 +13,7 @@ import dataclasses
 
 from vit_jax.config import TrainConfig
 from vit_jax.configs import quickstart
+from vit_jax.data.augmentation import Augmentation
 from vit_jax.models import ViTConfig
 from vit_jax.training.distillation import Distillation
 from vit_jax.training.losses import LossConfig
@@ -24,7 +25,7 @@ def get_config(teacher: str = '/tmp/vit/quickstart') -> TrainConfig:
     assert isinstance(config.model, ViTConfig)
     config.model = dataclasses.replace(config.model, width=16, mlp_dim=64, num_heads=1)
     config.train_split, config.batch_size = 'train[:10%]', 64
-    config.augmentation.mixup = 1.0
+    config.augmentation = Augmentation(shift_pixels=1, mixup=1.0)
     config.loss = LossConfig()
     config.distillation = Distillation(teacher=teacher, temperature=2.0, task_weight=0.0)
     config.fewshot = None

@@ -32,9 +32,14 @@ from vit_jax.models import Compute, Model, ModelConfig, Regularization, ViTConfi
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
 from vit_jax.models.model import abstract_params, build, count_params
 from vit_jax.pretrained import LoadedModel, load_teacher
-from vit_jax.training import distillation, losses
+from vit_jax.training import losses
 from vit_jax.training import update as updates
-from vit_jax.training.distillation import Teacher, make_teacher_outputs, with_projection
+from vit_jax.training.distillation import (
+    PROJECTION,
+    Teacher,
+    make_distillation_sums,
+    with_projection,
+)
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.losses import BatchSums, LossConfig, StepMetrics
 from vit_jax.training.masked_patches import configure_for_patches, make_patch_loss_sums
@@ -116,7 +121,7 @@ class Experiment(NamedTuple):
         old, new = start.card, self.model.config
         classes = self.train_reader.source.class_names
         names = (old.class_names, classes) if self.config.reuse_head else None
-        body = {name: leaf for name, leaf in fresh.items() if name != distillation.PROJECTION}
+        body = {name: leaf for name, leaf in fresh.items() if name != PROJECTION}
         result = transfer(start.read(), old=old.model, new=new, fresh=body, class_names=names)
         return result._replace(params=fresh | result.params)
 
@@ -345,7 +350,11 @@ def make_eval_batches(config: TrainConfig, mesh: Mesh) -> BatchMaker:
 
 
 def _select_loss_sums(
-    config: TrainConfig, model: Model, preprocessing: Preprocessing, train: Source
+    config: TrainConfig,
+    model: Model,
+    teacher: Teacher | None,
+    preprocessing: Preprocessing,
+    train: Source,
 ) -> tuple[LossSumsFn, LossSumsFn]:
     """Makes functions that sum loss and metrics over a batch, for training and for evaluation.
 
@@ -366,9 +375,9 @@ def _select_loss_sums(
     loss = losses.make_loss(config.loss)
     make_sums = functools.partial(updates.make_loss_sums, model.apply, normalize=normalize_images)
     train_sums = make_sums(loss)
-    if config.distillation.teacher is not None:
-        options = config.distillation, model, loss, normalize_images
-        train_sums = distillation.make_distillation_sums(*options)
+    if teacher is not None:
+        options = config.distillation, model, teacher, loss, normalize_images
+        train_sums = make_distillation_sums(*options)
     if train.multi_label:
         return train_sums, make_sums(loss, outputs=losses.logits_and_targets)
     return train_sums, make_sums(losses.with_scaled_targets(loss))
@@ -388,12 +397,10 @@ def _make_training(
 
     Raises UserError if options do not fit the models or the length.
     """
-    sums = [_select_loss_sums(config, model, preprocessing, train) for model in models]
-    model, outputs, parts, late = models[0], None, config.accumulation_steps, None
-    if teacher is not None:
-        outputs = make_teacher_outputs(config.distillation, model.config, teacher, parts=parts)
-        if config.distillation.kind == 'features':
-            model = with_projection(model, teacher.model)
+    sums = [_select_loss_sums(config, model, teacher, preprocessing, train) for model in models]
+    model, late = models[0], None
+    if teacher is not None and config.distillation.kind == 'features':
+        model = with_projection(model, teacher.model)
     if (until := config.patch_dropout_until) is not None:
         late = length.to_steps(until), sums[1][0]
         wrong = f'config.patch_dropout_until.{until} is step {late[0]}'
@@ -415,10 +422,9 @@ def _make_training(
         augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
         stop_frozen_gradients=groups.stop_frozen_gradients,
         seed=config.seed,
-        accumulation_steps=parts,
+        accumulation_steps=config.accumulation_steps,
         ema_decay=config.ema_decay,
         late=late,
-        teacher_outputs=outputs,
         sharpen=make_sharpener(sam, schedule, peak=peak, total_steps=length.total_steps),
     )
     return init, update, sums[0][1], groups.report

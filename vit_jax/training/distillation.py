@@ -1,29 +1,25 @@
 """Distillation: the model learns from the outputs of a frozen teacher, in addition to the labels.
 
-Each step computes the teacher's outputs once and adds them to the batch, as targets in addition
-to the labels. Teacher and model get the same augmented images ("Knowledge distillation: A good
-teacher is patient and consistent", Beyer et al. 2022).
+The outputs of the teacher are targets in addition to the labels. Teacher and model get the same
+augmented images ("Knowledge distillation: A good teacher is patient and consistent", Beyer et al.
+2022).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax.microbatching import AccumulationType
 
 from vit_jax.base import Array, Batch, Float, Key, Num, Params, records
 from vit_jax.models import Model, ModelConfig, apply_heads
 from vit_jax.training.losses import BatchSums, Loss, example_metrics, make_targets, sum_examples
 
-OUTPUTS = 'teacher'  # name of the teacher's outputs in a batch
 PROJECTION = 'teacher_projection'  # name of the linear map of features in the parameters
 Normalize = Callable[[Array], Float[Array, 'b h w c']]
-# Maps the teacher's parameters and augmented images to its logits or features.
-TeacherOutputs = Callable[[Any, Num[Array, 'b h w c']], Float[Array, 'b k']]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -107,60 +103,48 @@ def _feature_width(model: Model) -> int:
     return jax.eval_shape(lambda: model.features(init(), image)).shape[1]
 
 
-def make_teacher_outputs(
-    config: Distillation, student: ModelConfig, teacher: Teacher, *, parts: int
-) -> TeacherOutputs:
-    """Makes the function that computes logits or features, in `parts` parts of the batch.
-
-    Raises UserError if a model does not fit the kind of distillation.
-    """
-    _check_models(config, student, teacher.model.config)
-    model, size = teacher.model, teacher.model.config.image_size
-    forward = model.features if config.kind == 'features' else model.apply
-
-    def outputs(params: Params, images: Num[Array, 'b h w c']) -> Float[Array, 'b k']:
-        if images.shape[1:3] != size:
-            shape = len(images), *size, images.shape[3]
-            images = jax.image.resize(images.astype(jnp.float32), shape, 'bilinear')
-        return forward(params, teacher.normalize(images))
-
-    def outputs_in_parts(params: Params, images: Num[Array, 'b h w c']) -> Float[Array, 'b k']:
-        return optax.microbatch(
-            functools.partial(outputs, params),
-            argnums=0,
-            microbatch_size=len(images) // parts,
-            accumulator=AccumulationType.CONCAT,
-        )(images)
-
-    return outputs if parts == 1 else outputs_in_parts
-
-
 def make_distillation_sums(
-    config: Distillation, model: Model, loss: Loss, normalize: Normalize
+    config: Distillation, student: Model, teacher: Teacher, loss: Loss, normalize: Normalize
 ) -> Callable[..., BatchSums]:
     """Makes the function that computes loss and metrics of training with a teacher.
 
     Args:
       config: The kinds and weights of the losses.
-      model: The model to train.
+      student: The model to train.
+      teacher: The frozen model.
       loss: Maps (logits, targets) to the loss for the labels, one per example.
-      normalize: Maps images with pixels from 0 to 255 to the input of the model.
+      normalize: Maps images with pixels from 0 to 255 to the input of the student.
 
     Returns:
-      `loss_sums(params, batch, key=None)`, like `make_loss_sums` of update.py. The batch has the
-      teacher's outputs. The metrics have both losses; accuracy is measured on the labels.
-    """
+      `loss_sums(params, batch, key=None, *, teacher)`, like `make_loss_sums` of update.py; the last
+      argument are the parameters of the teacher. The metrics have both losses; accuracy is measured
+      on the labels.
 
-    def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
-        features = model.features(params, normalize(batch['images']), key)
-        heads = apply_heads(model.config, params['head'], features)
+    Raises:
+      UserError: If a model does not fit the kind of distillation.
+    """
+    _check_models(config, student.config, teacher.model.config)
+    forward = teacher.model.features if config.kind == 'features' else teacher.model.apply
+    height, width = teacher.model.config.image_size
+
+    def teacher_outputs(params: Params, images: Num[Array, 'b h w c']) -> Float[Array, 'b k']:
+        if images.shape[1:3] != (height, width):
+            shape = len(images), height, width, images.shape[3]
+            images = jax.image.resize(images.astype(jnp.float32), shape, 'bilinear')
+        return forward(params, teacher.normalize(images))
+
+    def loss_sums(
+        params: Params, batch: Batch, key: Key[Array, ''] | None = None, *, teacher: Params
+    ) -> BatchSums:
+        features = student.features(params, normalize(batch['images']), key)
+        heads = apply_heads(student.config, params['head'], features)
         logits = jnp.stack(heads).mean(axis=0)
         targets = make_targets(batch['labels'], logits.shape[-1])
-        task_logits, student = heads if 'token' in config.kind else (logits, logits)
+        task_logits, outputs = heads if 'token' in config.kind else (logits, logits)
         if config.kind == 'features':
-            student = features @ params[PROJECTION]['kernel'] + params[PROJECTION]['bias']
+            outputs = features @ params[PROJECTION]['kernel'] + params[PROJECTION]['bias']
         task = loss(task_logits, targets)
-        distance = distillation_loss(config, student, batch[OUTPUTS])
+        distance = distillation_loss(config, outputs, teacher_outputs(teacher, batch['images']))
         total = config.task_weight * task + (1 - config.task_weight) * distance
         values = {'loss': total, 'task_loss': task, 'distillation_loss': distance}
         return sum_examples(values | example_metrics(logits, targets), batch['mask'])

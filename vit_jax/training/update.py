@@ -10,7 +10,7 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
 from vit_jax.training import losses
-from vit_jax.training.distillation import OUTPUTS, PROJECTION, TeacherOutputs
+from vit_jax.training.distillation import PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
 from vit_jax.training.optimizer import Schedule, schedule_free_average
 from vit_jax.training.sharpness import GradientFunction, Sharpener
@@ -137,7 +137,6 @@ def make_update(
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
     late: tuple[int, Callable[..., BatchSums]] | None = None,
-    teacher_outputs: TeacherOutputs | None = None,
     sharpen: Sharpener | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
@@ -146,7 +145,8 @@ def make_update(
     values, except for the step counters of state and schedule, and the metric `skipped` is 1.
 
     Args:
-      loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`).
+      loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`). With a teacher, it
+        gets its parameters as `teacher` (see `make_distillation_sums`).
       optimizer: Transforms the gradient of the mean loss into an update.
       schedule: The optimizer's schedule, for the metric `learning_rate`.
       augment: Maps (key, batch) to an augmented batch. The key is the same at each step.
@@ -156,19 +156,21 @@ def make_update(
         other, with activations of one part in memory. Only dropout's keys depend on it.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
       late: A step and the function that replaces `loss_sums` from this step on; None: no change.
-      teacher_outputs: Computes the outputs of the teacher, which are added to the augmented batch;
-        None: no teacher.
       sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
         metrics are from the first pass; `gradient_norm` is that of SAM's gradient.
 
     Returns:
       `update(state, batch, teacher=None)`; `teacher` are the parameters of the teacher, if any.
     """
-    make = functools.partial(_make_gradients, stop=stop_frozen_gradients, parts=accumulation_steps)
 
     def update(
         state: TrainState, batch: Batch, teacher: Params | None = None
     ) -> tuple[TrainState, StepMetrics]:
+        def make(loss_sums: Callable[..., BatchSums]) -> GradientFunction:
+            if teacher is not None:
+                loss_sums = functools.partial(loss_sums, teacher=teacher)
+            return _make_gradients(loss_sums, stop_frozen_gradients, accumulation_steps)
+
         gradients = make(loss_sums)
         if late is not None:
             is_early = state.step < late[0]
@@ -176,8 +178,6 @@ def make_update(
         if sharpen is not None:
             gradients = sharpen(gradients, state.step)
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
-        if teacher_outputs is not None:
-            batch = batch | {OUTPUTS: teacher_outputs(teacher, batch['images'])}
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)

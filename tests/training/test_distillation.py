@@ -118,7 +118,7 @@ def test_each_head_has_its_own_target():
     @jax.jit
     @jax.grad
     def gradient(params, labels, predicted):
-        batch = BATCH | {'labels': labels, 'images': jnp.array(BATCH['images'])}
+        batch = jax.tree.map(jnp.asarray, BATCH) | {'labels': labels}
         return sums(params, batch, teacher={'logits': TARGETS(predicted)}).sums['loss']
 
     same, others = BATCH['labels'], (BATCH['labels'] + 1) % 10

@@ -42,12 +42,16 @@ def test_fine_tuning_reads_the_same_images_with_the_same_labels(name):
         assert getattr(tuned.loader, field) == getattr(config.loader, field)
 
 
-def test_a_fine_tuned_model_is_evaluated():
-    config = dataclasses.replace(tiny.experiment(), start_from='another')
+SELECTED = {'eval_split': 'train[90%:]', 'keep_best': 'test/loss'}
+
+
+@pytest.mark.parametrize('changes, split', [({}, None), (SELECTED, 'test')])
+def test_a_fine_tuned_model_is_evaluated_on_images_that_did_not_select_it(changes, split):
+    config = dataclasses.replace(tiny.experiment(), start_from='another', **changes)
     words = shlex.split(next_command(config, 'a work dir', 'a/best 6'))
     assert words[:3] == ['python', '-m', 'vit_jax.evaluate']
     parsed = evaluate.make_parser().parse_args(words[3:])
-    assert (parsed.checkpoint, parsed.data) == ('a/best 6', 'digits')
+    assert (parsed.checkpoint, parsed.data, parsed.split) == ('a/best 6', 'digits', split)
 
 
 def test_data_that_no_command_line_can_name_are_not_proposed():

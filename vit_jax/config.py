@@ -71,7 +71,8 @@ class TrainConfig(Record):
     head: Head | None = None  # linear, or f(num_classes) -> flax module; None: the model's head
     start_from: str | None = None  # checkpoint, in any format, to initialize parameters from
     reuse_head: bool = False  # keep the head of start_from for its classes; false: a new head
-    init_head: Literal['logistic'] | None = None  # fit a new head before training (LP-FT)
+    init_head: Literal['logistic'] | None = None  # fit a new head before training (LP-FT); needs
+    # reuse_head=false
     hints: Hints = default(Hints)  # facts about start_from that its files do not contain
     preprocessing: Preprocessing | None = None  # None: preprocessing of start_from, or default
     augmentation: Augmentation | AugmentFunction = default(Augmentation)  # random changes to images
@@ -153,7 +154,8 @@ class TrainConfig(Record):
         wrong = 'patch_dropout_until: not used with regularization.patch_dropout=0; leave it out'
         require(is_off, wrong)
         both = self.init_head is not None and self.reuse_head
-        require(not both, f'init_head={self.init_head}: expected reuse_head=false')
+        wrong = f'init_head={self.init_head}: replaces the head that reuse_head=true keeps'
+        require(not both, f'{wrong}; add --config.reuse_head=false')
         kind = self.loss.kind if isinstance(self.loss, LossConfig) else None
         wrong = f'init_head={self.init_head}: fits the softmax loss; expected loss.kind=softmax'
         require(self.init_head is None or kind != 'sigmoid', wrong)

@@ -82,8 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
     values = {'data': text_of(config.data), 'problems': problems, 'splits': splits}
     write_json(folder / SUMMARY, values | {'shared': shared})
     print(f'details        {folder / SUMMARY}')
-    if problems:
-        print('\n  '.join(['training would stop with:', *problems]))
+    print('\n  '.join(['training would stop with:', *problems] if problems else ['no problems']))
     return 1 if problems else 0
 
 

@@ -71,7 +71,8 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
     """Suggests the command to run next; None if `config.data` cannot be written as a flag.
 
     After pre-training, the command fine-tunes on the same images. After fine-tuning, it evaluates
-    the checkpoint. It names no split, so `vit_jax.evaluate` takes the split that the run evaluated.
+    the checkpoint on the split that the run evaluated; or on `test`, if the run selected the
+    checkpoint on a part of the training images.
 
     Args:
       config: The configuration of the run.
@@ -83,11 +84,16 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
     values = {'start_from': checkpoint, 'data': config.data}
     if config.start_from is not None and config.objective is None:
         words = ['evaluate', checkpoint, f'--data={config.data}']
+        name = (config.keep_best or '').partition('/')[0]
+        if name and config.evaluations[name].split.startswith('train'):
+            words.append('--split=test')  # the run selected a checkpoint on training images
     else:
         for name in _IMAGE_FIELDS:
             value_of = operator.attrgetter(name)
-            if value_of(config) != value_of(TrainConfig(data='')):
-                values[name] = value_of(config)
+            value = value_of(config)
+            if value != value_of(TrainConfig(data='')):
+                is_list = isinstance(value, tuple) and not any(',' in one for one in value)
+                values[name] = ','.join(value) if is_list else value
         if isinstance(config.loss, LossConfig) and config.loss.kind == 'sigmoid':
             values['loss.kind'] = 'sigmoid'  # images may have several classes
         words = ['finetune', '--config=configs/finetune/transfer.py']

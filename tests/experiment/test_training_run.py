@@ -271,7 +271,10 @@ def test_predictions_at_step_0_are_those_of_the_probe(tmp_path, capsys):
         mesh=MeshConfig(fsdp=2, tensor=2, fsdp_min_mb=0.0, max_replicated_fraction=1.0),
         schedule=ScheduleConfig(learning_rate=0.0),
     )
-    state = jax.device_get(training_run.train(config, workdir).state)
+    result = training_run.train(config, workdir)
+    state, metrics = jax.device_get(result.state), lines(result.folder)
+    evaluated = {line['step']: line['accuracy'] for line in metrics if line['kind'] == 'test'}
+    assert evaluated[0] == result.evals['test']['accuracy']
     assert 'head: logistic regression on 200 images' in capsys.readouterr().out
     body, source = vit_jax.load(start), make_opener()('digits', 'train[:200]')
     images = np.stack([body.preprocess(source.read(i)[0]) for i in range(200)])

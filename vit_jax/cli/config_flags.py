@@ -69,6 +69,8 @@ def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
         except UserError as error:
             kinds = [] if isinstance(value, dict) else [*records.record_types(options).values()]
             more = config_help.suggest_field(value, kinds, f'{where}.{path}') if kinds else ''
+            if 'Callable' in str(error):
+                more += '; a function can be set only in a configuration file'
             raise UserError(f'{error}{more}') from error
         parent, _, name = path.rpartition('.')
         if isinstance(holder, Duration):

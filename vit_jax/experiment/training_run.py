@@ -167,7 +167,8 @@ def make_selection(experiment: Experiment) -> Selection | None:
     name, _, metric = metric.partition('/')
     every, end = find_eval_intervals(experiment)[name], experiment.length.total_steps
     wrong = f'config.patience={config.patience}: {name} is evaluated only at the end, step {end}'
-    require(every < end or config.patience is None, f'{wrong}; set --config.eval_every_steps')
+    advice = f'set --config.eval_every_steps={max(1, end // 10)} or a longer --config.total'
+    require(every < end or config.patience is None, f'{wrong}; {advice}')
     return Selection(name, metric, readers[name].source.split, config.patience)
 
 
@@ -407,12 +408,12 @@ class TrainingRun:
         return [*first, save, *actions.values()]
 
     def _resume_evaluations(self, state: TrainState, steps: range) -> int:
-        """Runs the evaluations that are due at the first step of a resumed run.
+        """Runs evaluations that are due at the first step, if the run is resumed or has a probe.
 
         The previous start may have been killed during them. The reporter removed their metrics.
         Returns the last step of the training (see `run_actions`).
         """
-        if steps.start == 0:
+        if steps.start == 0 and self.opened.experiment.config.init_head is None:
             return steps.stop
         return loop.run_actions(self._actions(), state, steps.start, steps.stop)
 

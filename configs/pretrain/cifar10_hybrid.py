@@ -3,8 +3,8 @@
 Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5: hybrids are better than ViTs at small
 computational budgets. Images are enlarged to 48 pixels, which gives 12 x 12 positions in the first
 stage and 36 tokens.
-Result: The model reaches 80.8 % test accuracy (10,000 images), with seed 0.
-Cost: The training took 43 minutes on 2 CPU cores.
+Result: The model reaches 85.2 % test accuracy (10,000 images), with seed 0.
+Cost: The training took 57 minutes on 2 CPU cores that other programs used too.
 Command: python -m vit_jax.train --config=configs/pretrain/cifar10_hybrid.py --workdir=DIR \
              --config.data=DATA
 """

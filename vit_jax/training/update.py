@@ -162,19 +162,15 @@ def make_update(
     Returns:
       `update(state, batch, teacher=None)`; `teacher` are the parameters of the teacher, if any.
     """
+    make = functools.partial(_make_gradients, stop=stop_frozen_gradients, parts=accumulation_steps)
 
     def update(
         state: TrainState, batch: Batch, teacher: Params | None = None
     ) -> tuple[TrainState, StepMetrics]:
-        def make(loss_sums: Callable[..., BatchSums]) -> GradientFunction:
-            if teacher is not None:
-                loss_sums = functools.partial(loss_sums, teacher=teacher)
-            return _make_gradients(loss_sums, stop_frozen_gradients, accumulation_steps)
-
-        gradients = make(loss_sums)
+        gradients = make(loss_sums, teacher)
         if late is not None:
-            is_early = state.step < late[0]
-            gradients = functools.partial(jax.lax.cond, is_early, gradients, make(late[1]))
+            choices = gradients, make(late[1], teacher)
+            gradients = functools.partial(jax.lax.cond, state.step < late[0], *choices)
         if sharpen is not None:
             gradients = sharpen(gradients, state.step)
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
@@ -204,14 +200,19 @@ def make_update(
 
 
 def _make_gradients(
-    loss_sums: Callable[..., BatchSums], stop: Callable[[Params], Params], parts: int
+    loss_sums: Callable[..., BatchSums],
+    teacher: Params | None,
+    *,
+    stop: Callable[[Params], Params],
+    parts: int,
 ) -> GradientFunction:
     """Makes the function from (params, batch, key) to the gradient of the summed loss and sums."""
+    options = {} if teacher is None else {'teacher': teacher}
 
     def total(
         params: Params, batch: Batch, key: Key[Array, '']
     ) -> tuple[Float[Array, ''], BatchSums]:
-        batch_sums = loss_sums(stop(params), batch, key)
+        batch_sums = loss_sums(stop(params), batch, key, **options)
         return batch_sums.sums['loss'], batch_sums
 
     return accumulate_gradients(jax.grad(total, has_aux=True), parts)

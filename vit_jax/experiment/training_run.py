@@ -100,7 +100,7 @@ def train(
         steps = range(int(state.step), experiment.length.total_steps)
         if selection and (saved := progress.get('selection')):
             best = saved['step']
-            if best is None or checkpoints.path(best).exists():  # not damaged and moved aside
+            if best is None or checkpoints.path(best).exists():  # not removed
                 selection.resume(saved)
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console

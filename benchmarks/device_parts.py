@@ -69,7 +69,7 @@ XLA_OPTIONS: list[dict[str, Any]] = [
     {'xla_gpu_enable_command_buffer': ''},
 ]
 
-# Goals for the ratios to the step without: SAM 1 / 2.05, PatchDropout 1.7.
+# Target throughput relative to training without the option: SAM 1 / 2.05, PatchDropout 1.7.
 TRAINING_OPTIONS: dict[str, dict[str, Any]] = {
     'SAM': {'optimizer': OptimizerConfig(weight_decay=0.1, clip_norm=1.0, sharpness=Sam())},
     'PatchDropout of 0.5': {'regularization': Regularization(patch_dropout=0.5)},
@@ -417,7 +417,7 @@ def part_optimizers(options: dict[str, Any]) -> None:
 
 
 def part_options(options: dict[str, Any]) -> None:
-    """Compares the step with each option of XLA, and of training, to the step without."""
+    """Measures the throughput with each XLA or training option, relative to no option."""
     model, batch_size = model_and_batch()
     traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     candidates = [{'xla_backend_optimization_level': 1}] if on_cpu() else XLA_OPTIONS
@@ -473,7 +473,7 @@ def part_distillation(options: dict[str, Any]) -> None:
     ratio = taught['step_ms'] / (alone['step_ms'] + forward_ms)
     emit(
         f'{taught["step_ms"]:.2f} ms per step with a teacher, {alone["step_ms"]:.2f} ms without, '
-        f'{forward_ms:.2f} ms forward pass of the teacher; ratio {ratio:.3f}',
+        f'{forward_ms:.2f} ms forward pass of the teacher; with / (without + forward) {ratio:.3f}',
         taught=taught,
         alone=alone,
         forward_ms=forward_ms,

@@ -3,8 +3,8 @@
     python -m benchmarks.patch_dropout [--model=B/16] [--batch=8] [--rate=0.5] [--turns=3]
 
 Steps without and with PatchDropout take turns on the same train state, so that other work on the
-machine slows both. The first turn warms up. CPU seconds are summed over the threads of the
-process. On an accelerator, only the wall time is meaningful.
+machine slows both. The first pair of steps warms up and is not counted. CPU seconds are summed
+over the threads of the process. On an accelerator, only the wall time is meaningful.
 """
 
 import argparse

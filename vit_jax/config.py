@@ -71,8 +71,7 @@ class TrainConfig(Record):
     head: Head | None = None  # linear, or f(num_classes) -> flax module; None: the model's head
     start_from: str | None = None  # checkpoint, in any format, to initialize parameters from
     reuse_head: bool = False  # keep the head of start_from for its classes; false: a new head
-    init_head: Literal['logistic'] | None = None  # fit a new head before training (LP-FT); needs
-    # reuse_head=false
+    init_head: Literal['logistic'] | None = None  # LP-FT: fit a head first; needs reuse_head=false
     hints: Hints = default(Hints)  # facts about start_from that its files do not contain
     preprocessing: Preprocessing | None = None  # None: preprocessing of start_from, or default
     augmentation: Augmentation | AugmentFunction = default(Augmentation)  # random changes to images
@@ -129,7 +128,7 @@ class TrainConfig(Record):
         wrong += (
             f': MixUp and CutMix would mix an image with its copy at batch_size={self.batch_size}'
         )
-        require(not mixes or self.batch_size % distinct != 1, f'{wrong}; change one of them')
+        require(not mixes or self.batch_size % distinct != 1, f'{wrong}; use another batch_size')
         is_unique = len({*self.classes}) == len(self.classes)
         require(is_unique, f'classes={self.classes}: expected distinct names')
         for name in self.evals:

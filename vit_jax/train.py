@@ -71,8 +71,8 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
     """Suggests the command to run next; None if `config.data` cannot be written as a flag.
 
     After pre-training, the command fine-tunes on the same images. After fine-tuning, it evaluates
-    the checkpoint on the split that the run evaluated; or on `test`, if the run selected the
-    checkpoint on a part of the training images.
+    the checkpoint on the split that the run evaluated, or on `test` if `keep_best` selected the
+    checkpoint on training images.
 
     Args:
       config: The configuration of the run.

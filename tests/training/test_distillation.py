@@ -54,7 +54,7 @@ def experiment(teacher, kind='kl', **changes):
 
 @pytest.mark.parametrize('parts', [1, 4])
 def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
-    """Both return the mean pixels of their images, in parts of a batch too."""
+    """Both models return the mean pixel of each image, with and without accumulation."""
     model = build(tiny.model())
     means = {'features': lambda params, images, key=None: params['by'] * images.mean(axis=(1, 2))}
     scale, kind = lambda images: images.astype(jnp.float32), 'features'

@@ -6,11 +6,11 @@ of vision_transformer. Its bucket has returned HTTP 403 for everyone since Febru
 (vision_transformer issue 321).
 
 published.csv lists the addresses, with the sizes from that README. 19 of 36 names also have a copy
-on the Hugging Face Hub, in timm's or transformers' format. For AugReg these are only models that
-timm converted from exactly these files according to its source (timm 1.0.31); its other AugReg
-models have other hyperparameters. The copies of vit:...-in21k have no head; the heads in the
-paper's files are all zeros. A copy has a commit if a page of the Hub shows that it contains the
-weights.
+on the Hugging Face Hub, in timm's or transformers' format. An AugReg name has a copy only
+if timm converted exactly this file, according to timm's source (1.0.31); timm's other AugReg models
+have other hyperparameters. The copies of vit:...-in21k have no head; the heads in the paper's
+files are all zeros. The address of a copy has a commit if a page of the Hub shows that this commit
+contains the weights.
 
 The index of AugReg ("How to train your ViT?") lists 50,000 more files.
 """

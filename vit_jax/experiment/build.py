@@ -391,7 +391,7 @@ def _make_training(
     length: TrainLength,
     train: Source,
 ) -> tuple[Callable[..., TrainState], Update, LossSumsFn, list[str]]:
-    """Returns `init`, `update`, the sums of evaluations, and the report of the param groups.
+    """Returns `init`, `update`, the `loss_sums` of evaluations, and the param group report.
 
     `models` have the regularization before and after `config.patch_dropout_until`.
 

@@ -408,7 +408,7 @@ class TrainingRun:
         return [*first, save, *actions.values()]
 
     def _resume_evaluations(self, state: TrainState, steps: range) -> int:
-        """Runs evaluations that are due at the first step, if the run is resumed or has a probe.
+        """Runs actions that are due at the first step, if the run is resumed or `init_head` is set.
 
         The previous start may have been killed during them. The reporter removed their metrics.
         Returns the last step of the training (see `run_actions`).

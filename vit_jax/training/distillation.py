@@ -1,8 +1,7 @@
-"""Distillation: the model learns from the outputs of a frozen teacher, in addition to the labels.
+"""Distillation: the model learns from the outputs of a frozen teacher and from the labels.
 
-The outputs of the teacher are targets in addition to the labels. Teacher and model get the same
-augmented images ("Knowledge distillation: A good teacher is patient and consistent", Beyer et al.
-2022).
+With `task_weight=0`, it does not learn from the labels. Teacher and model get the same augmented
+images ("Knowledge distillation: A good teacher is patient and consistent", Beyer et al. 2022).
 """
 
 import dataclasses
@@ -72,20 +71,20 @@ def _check_models(config: Distillation, student: ModelConfig, teacher: ModelConf
     records.require(fits, f'{wrong}; expected model.pool=cls_dist')
     wrong = 'config.distillation.kind=features: model.pool=none has features per token'
     has_vector = config.kind != 'features' or getattr(student, 'pool', None) != 'none'
-    records.require(has_vector, f'{wrong}; expected another pool')
+    records.require(has_vector, f'{wrong}; expected a pooled model, such as model.pool=gap')
     wrong = 'config.distillation.teacher: a model with pool=none has outputs per token'
     has_vector = getattr(teacher, 'pool', None) != 'none'
-    records.require(has_vector, f'{wrong}; expected one output per image')
+    records.require(has_vector, f'{wrong}; use a teacher with another pool')
     wrong = f'config.distillation.teacher: the teacher takes {teacher.channels} channels'
     same = teacher.channels == student.channels
-    records.require(same, f'{wrong}; expected {student.channels}, as the model')
+    records.require(same, f'{wrong}; use a teacher with {student.channels}, like the model')
 
 
 def with_projection(student: Model, teacher: Model) -> Model:
     """Returns the student with the linear map of `kind=features` in its initial parameters.
 
     The map is trained with the student, but is not part of it: `TrainState.split` stores it
-    separately. It is used even if both widths are equal, unlike in timm, because it helps there
+    separately. It is used even if both widths are equal, unlike in timm, because it helps then
     too ("Improved Feature Distillation via Projector Ensemble").
     """
     widths = [_feature_width(model) for model in (student, teacher)]
@@ -116,9 +115,9 @@ def make_distillation_sums(
       normalize: Maps images with pixels from 0 to 255 to the input of the student.
 
     Returns:
-      `loss_sums(params, batch, key=None, *, teacher)`, like `make_loss_sums` of update.py; the last
-      argument are the parameters of the teacher. The metrics have both losses; accuracy is measured
-      on the labels.
+      `loss_sums(params, batch, key=None, *, teacher)`, as `make_loss_sums` returns; `teacher`
+      has the parameters of the teacher. The metrics contain both losses; accuracy is measured on
+      the labels.
 
     Raises:
       UserError: If a model does not fit the kind of distillation.

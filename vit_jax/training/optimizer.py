@@ -268,7 +268,7 @@ def schedule_free_average(opt_state: Any, params: Params) -> Params | None:
 
 
 def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with_ema: bool) -> None:
-    """Raises UserError if the update needs other arguments, or options do not combine.
+    """Raises UserError if `update` needs more than (gradient, state, params), or options conflict.
 
     A schedule-free optimizer computes its average from the parameters and its own state, so each
     parameter must change exactly by the optimizer's update. The parameters may be abstract.
@@ -278,7 +278,7 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
         jax.eval_shape(optimizer.update, params, opt_state, params)
     except TypeError as error:
         wrong = f'optimizer.kind: the update of the optimizer fails ({error})'
-        raise UserError(f'{wrong}; expected update(gradient, state, params)') from error
+        raise UserError(f'{wrong}; use one with update(gradient, state, params)') from error
     if (state := find_schedule_free(opt_state)) is None:
         return
     is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(groups.lr_multipliers))

@@ -146,10 +146,10 @@ def make_update(
 
     Args:
       loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`). With a teacher, it
-        gets its parameters as `teacher` (see `make_distillation_sums`).
+        also gets the teacher's parameters, as `teacher` (see `make_distillation_sums`).
       optimizer: Transforms the gradient of the mean loss into an update.
       schedule: The optimizer's schedule, for the metric `learning_rate`.
-      augment: Maps (key, batch) to an augmented batch. The key is the same at each step.
+      augment: Maps (key, batch) to a batch. The key is constant; fold in epoch and example number.
       stop_frozen_gradients: Applies stop_gradient to frozen parameters (see `ParamGroups`).
       seed: Seed of the keys of augmentation and dropout.
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the

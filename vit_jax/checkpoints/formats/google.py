@@ -58,7 +58,7 @@ BIGVISION_LAYOUT = Layout(
 
 
 def _block(layout: Layout) -> str:
-    """Returns the name of a block."""
+    """Returns the name of a block, with the placeholder {layer0} unless blocks are stacked."""
     return f'Transformer/encoderblock{"" if layout.stacked else "_{layer0}"}'
 
 

@@ -143,7 +143,7 @@ def infer_config(
 
 
 def _infer_layers(arrays: Arrays, names: Mapping[str, str]) -> dict[str, Any]:
-    """Infers fields of `ViTConfig` that show in the arrays, whose names are given by our names."""
+    """Infers `ViTConfig` fields from arrays; `names` maps parameter names to array names."""
     first = {ours: theirs.replace('{layer0}', '0') for ours, theirs in names.items()}
     norm, kernel = 'encoder/block/norm1/scale', first['encoder/block/mlp/dense2/kernel']
     block, is_stacked = names[norm].partition('{layer0}')[0], '{layer0}' not in names[norm]

@@ -189,7 +189,7 @@ def _check_round_trip(
         parsed = form.parse(FileContents(stored, descriptions=descriptions), hints)
         again = records.to_dict(dataclasses.replace(parsed.config, **same))
         lost = records.differences(records.to_dict(config), again)
-        require(not lost, f'it would be read with {"".join(lost[:1])}')
+        require(not lost, f'reading it back changes {"".join(lost[:1])}')
         match_arrays(form, parsed, stored)
     except UserError as error:
         wrong = f'the {form.name} format cannot hold this model: {error}'

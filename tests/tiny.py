@@ -80,7 +80,7 @@ class WatchedJob(Job):
 
 
 def compiled(config: TrainConfig, devices=None):
-    """The decided experiment, its first state in its place, and its compiled update.
+    """The built experiment, its first state on the devices, and its compiled update.
 
     The update takes the teacher of the experiment unless another one is given.
     """

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 
 import chex
 import pytest
@@ -62,9 +61,6 @@ def test_a_run_without_improvement_is_complete_however_often_it_was_killed(tmp_p
     longer = training_run.train(experiment(patience=4), str(tmp_path / 'parts'))
     chex.assert_trees_all_equal(longer.state, patient.state)
     assert longer.selection == patient.selection and kept(longer) == kept(patient) != kept(whole)
-    shutil.rmtree(whole.folder / f'checkpoints/{best}')  # a best step that is gone is forgotten
-    again = training_run.train(experiment(patience=4), str(whole.folder))
-    assert again.selection.step in kept(again) and again.selection.step != best
 
 
 REJECTED = [

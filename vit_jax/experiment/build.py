@@ -303,17 +303,16 @@ def resolve_compute_on_mesh(
         dataclasses.replace(config.compute, dtype=dtype),
         model,
         platform=device.platform,
-        regularization=get_regularizations(config)[1],  # the last steps need the most memory
+        regularization=get_regularizations(config)[-1],  # the last steps need the most memory
         memory=memory / (config.batch_size // parts),
     )
 
 
-def get_regularizations(config: TrainConfig) -> tuple[Regularization, Regularization]:
-    """Returns the regularization before and after `config.patch_dropout_until`."""
-    changes: dict[str, Any] = {}
-    if config.patch_dropout_until is not None:
-        changes['patch_dropout'] = 0.0
-    return config.regularization, dataclasses.replace(config.regularization, **changes)
+def get_regularizations(config: TrainConfig) -> list[Regularization]:
+    """Returns the regularization, and the one after `config.patch_dropout_until` if it is set."""
+    first = config.regularization
+    late = [dataclasses.replace(first, patch_dropout=0.0)] if config.patch_dropout_until else []
+    return [first, *late]
 
 
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
@@ -393,7 +392,7 @@ def _make_training(
 ) -> tuple[Callable[..., TrainState], Update, LossSumsFn, list[str]]:
     """Returns `init`, `update`, the `loss_sums` of evaluations, and the param group report.
 
-    `models` have the regularization before and after `config.patch_dropout_until`.
+    `models` has a second model if the regularization changes (see `get_regularizations`).
 
     Raises UserError if options do not fit the models or the length.
     """
@@ -412,7 +411,8 @@ def _make_training(
     optimizer = make_optimizer(config.optimizer, schedule, groups)
     with_ema = config.ema_decay is not None
     peak, sam = config.schedule.learning_rate, config.optimizer.sharpness
-    check_optimizer(optimizer, groups, params, with_ema=with_ema)
+    if not isinstance(config.optimizer.kind, str):
+        check_optimizer(optimizer, groups, params, with_ema=with_ema)
     init = updates.make_init(model.init, optimizer, seed=config.seed, with_ema=with_ema)
     targets = functools.partial(losses.make_targets, num_classes=len(train.class_names))
     update = updates.make_update(

@@ -17,8 +17,6 @@ import datetime
 import json
 import logging
 import math
-import os
-import signal
 import time
 from typing import Any
 
@@ -195,8 +193,6 @@ class Reporter:
         for writer in self._writers:
             try:
                 writer(dict(values))
-            except KeyboardInterrupt:
-                os.kill(os.getpid(), signal.SIGINT)  # stops and saves as after Ctrl+C
             except (Exception, SystemExit) as error:
                 if writer not in self._failed_writers:
                     self._failed_writers.append(writer)

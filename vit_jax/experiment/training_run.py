@@ -99,9 +99,7 @@ def train(
         state, progress = restore_or_init(experiment, programs.state, checkpoints, job, console)
         steps = range(int(state.step), experiment.length.total_steps)
         if selection and (saved := progress.get('selection')):
-            best = saved['step']
-            if best is None or checkpoints.path(best).exists():  # not removed
-                selection.resume(saved)
+            selection.resume(saved)
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
         )
@@ -167,7 +165,9 @@ def make_selection(experiment: Experiment) -> Selection | None:
     name, _, metric = metric.partition('/')
     every, end = find_eval_intervals(experiment)[name], experiment.length.total_steps
     wrong = f'config.patience={config.patience}: {name} is evaluated only at the end, step {end}'
-    advice = f'set --config.eval_every_steps={max(1, end // 10)} or a longer --config.total'
+    own = config.evaluations[name].every_steps is not None
+    field = f'evals.{name}.every_steps' if own else 'eval_every_steps'
+    advice = f'set --config.{field}={max(1, end // 10)} or a longer --config.total'
     require(every < end or config.patience is None, f'{wrong}; {advice}')
     return Selection(name, metric, readers[name].source.split, config.patience)
 

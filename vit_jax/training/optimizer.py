@@ -286,10 +286,9 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
     wrong = 'optimizer.kind: a schedule-free optimizer trains and averages all parameters alike; '
     wrong += 'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay'
     records.require(is_plain and is_whole and not with_ema, wrong)
-    zeros = optax.tree.zeros_like(params)
-    b1 = jax.jit(lambda: find_schedule_free(optimizer.init(zeros)).b1)()
+    first = jax.jit(lambda: find_schedule_free(optimizer.init(optax.tree.zeros_like(params))).b1)
     wrong = 'optimizer.kind: a schedule-free optimizer with b1=0 has no average; expected b1 > 0'
-    records.require(float(b1) > 0, wrong)
+    records.require(float(first()) > 0, wrong)
 
 
 def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh) -> int:

@@ -14,8 +14,8 @@ from vit_jax.base import Array, Batch, Float, Int, Key, Params, records
 from vit_jax.training.losses import BatchSums
 
 Rate = Callable[[Int[Array, '']], Float[Array, '']]  # maps a step to a number
-# Maps (parameters, batch, dropout key) to the gradient of the summed loss, and the sums.
-Gradient = tuple[Params, BatchSums]
+Gradient = tuple[Params, BatchSums]  # gradient of the summed loss, and the sums
+# Maps (parameters, batch, dropout key) to a gradient.
 GradientFunction = Callable[[Params, Batch, Key[Array, '']], Gradient]
 # Maps (function, step) to a function that returns other gradients.
 Sharpener = Callable[[GradientFunction, Int[Array, '']], GradientFunction]

@@ -66,7 +66,7 @@ def test_a_run_without_improvement_is_complete_however_often_it_was_killed(tmp_p
 REJECTED = [
     ({'keep_best': 'val/top1'}, 'end/top5_accuracy, val/accuracy, val/loss'),
     ({'keep_best': 'fewshot/1_shot_accuracy', 'fewshot': FewshotConfig()}, 'val/accuracy'),
-    ({'keep_best': 'end/loss'}, '--config.eval_every_steps'),
+    ({'keep_best': 'end/loss'}, '--config.evals.end.every_steps=6'),
     ({'keep_best': None}, 'keep_best'),
 ]
 

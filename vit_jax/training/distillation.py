@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.base import Array, Batch, Float, Key, Num, Params, records
-from vit_jax.models import Model, ModelConfig, apply_heads
+from vit_jax.models import Model, ModelConfig, apply_heads, build
 from vit_jax.training.losses import BatchSums, Loss, example_metrics, make_targets, sum_examples
 
 PROJECTION = 'teacher_projection'  # name of the linear map of features in the parameters
@@ -87,7 +87,7 @@ def with_projection(student: Model, teacher: Model) -> Model:
     separately. It is used even if both widths are equal, unlike in timm, because it helps then
     too ("Improved Feature Distillation via Projector Ensemble").
     """
-    widths = [_feature_width(model) for model in (student, teacher)]
+    widths = [_feature_width(model.config) for model in (student, teacher)]
 
     def init(key: Key[Array, '']) -> Params:
         kernel = jax.nn.initializers.lecun_normal()(jax.random.fold_in(key, 0), widths)
@@ -96,8 +96,9 @@ def with_projection(student: Model, teacher: Model) -> Model:
     return student._replace(init=init)
 
 
-def _feature_width(model: Model) -> int:
-    image = jnp.zeros((1, *model.config.image_size, model.config.channels))
+def _feature_width(config: ModelConfig) -> int:
+    model = build(config)  # which needs no kernels of the devices, which need not be attached
+    image = jnp.zeros((1, *config.image_size, config.channels))
     init = functools.partial(model.init, jax.random.key(0))
     return jax.eval_shape(lambda: model.features(init(), image)).shape[1]
 

@@ -35,7 +35,7 @@ def get_config() -> TrainConfig:
             pool='gap',
             positions='sincos2d',
         ),
-        augmentation=Augmentation(shift_pixels=5, flip=True),
+        augmentation=Augmentation(shift_pixels=5, flip=True, erasing=0.5),
         total=Duration(steps=15_000),
         loss=LossConfig(label_smoothing=0.1),
         optimizer=OptimizerConfig(kind='muon', weight_decay=0.1, clip_norm=1.0),

@@ -12,15 +12,20 @@ from tests import tiny
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.distributed.meshes import MeshConfig, jit_on, make_mesh
 from vit_jax.distributed.sharding_rules import shardings_for
-from vit_jax.models import abstract_params
+from vit_jax.models import Backbone, abstract_params
 from vit_jax.training.optimizer import OptimizerConfig, count_update_operations, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 
 DEPTH, RATE = 12, 0.5
 SHAPES = abstract_params(tiny.model(depth=DEPTH, width=64, mlp_dim=128))
 PARAMS, GRADIENT = tiny.random_params(SHAPES), tiny.random_params(SHAPES, scale=0.01)
-QUERY, OUT, DENSE = 'attention/query/kernel', 'attention/out/kernel', 'mlp/dense2/kernel'
-
+BACKBONE = Backbone(blocks=(1, 1), width=32)
+QUERY, OUT, DENSE, CONVOLUTION = (
+    'encoder/block/attention/query/kernel',
+    'encoder/block/attention/out/kernel',
+    'encoder/block/mlp/dense2/kernel',
+    'backbone/stage2/unit1/conv2/kernel',
+)
 
 CONFIG = OptimizerConfig(kind='muon')
 MUON = make_optimizer(CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, SHAPES))
@@ -35,17 +40,19 @@ def two_updates(optimizer, params, gradient):
 @pytest.mark.full
 def test_each_matrix_moves_as_by_optax_alone_and_the_rest_as_by_adam():
     """In float64: the iterations multiply rounding of small singular values by up to 480."""
+    shapes = abstract_params(tiny.model(width=64, patch_size=(1, 1), backbone=BACKBONE))
+    optimizer = make_optimizer(CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, shapes))
+    params, gradient = tiny.random_params(shapes), tiny.random_params(shapes, scale=0.01)
     with jax.enable_x64(True):
-        params, gradient = (jax.tree.map(np.float64, tree) for tree in (PARAMS, GRADIENT))
-        found = named_leaves(two_updates(MUON, params, gradient))
+        params, gradient = (jax.tree.map(np.float64, tree) for tree in (params, gradient))
+        found = named_leaves(two_updates(optimizer, params, gradient))
         gradients = named_leaves(gradient)
-        for kernel, block in ((QUERY, 0), (OUT, 5), (DENSE, 11)):
-            name = f'encoder/block/{kernel}'
-            shape = (-1, 64) if kernel != QUERY else (64, -1)
-            matrix = gradients[name][block].reshape(shape)
+        for name, index in ((QUERY, 0), (OUT, 1), (DENSE, 1), (CONVOLUTION, ...)):
+            outputs = gradients[name].shape[-1] if name != QUERY else 64
+            matrix = gradients[name][index].reshape(-1, outputs)
             single = optax.contrib.muon(RATE, consistent_rms=0.2, mu_dtype='float32')
-            expected = two_updates(single, matrix, matrix)
-            np.testing.assert_allclose(found[name][block].reshape(shape), expected, atol=1e-6)
+            expected = two_updates(single, matrix, matrix).reshape(found[name][index].shape)
+            np.testing.assert_allclose(found[name][index], expected, atol=1e-6)
         head = gradients['head/kernel']
         expected = two_updates(optax.adam(RATE, mu_dtype='float32'), head, head)
         np.testing.assert_allclose(found['head/kernel'], expected, atol=1e-6)

@@ -1,6 +1,7 @@
-"""Muon orthogonalizes the momentum of each kernel in the blocks (optax.contrib.scale_by_muon).
+"""Muon orthogonalizes the momentum of kernels (optax.contrib.scale_by_muon).
 
-Kernels are stacked along the depth. Each device runs Newton-Schulz for a part of the blocks.
+These are the kernels of blocks and of the convolutions in the stages of a ResNet. Kernels of blocks
+are stacked along the depth. Each device runs Newton-Schulz for a part of the blocks.
 """
 
 import functools
@@ -17,12 +18,12 @@ from vit_jax.base import Array, Float, Params, tree_names
 from vit_jax.models.activation_sharding import mesh_in_context
 from vit_jax.training.param_groups import BLOCKS
 
-MATRIX = f'{BLOCKS}.*kernel'  # parameters whose momentum Muon orthogonalizes
+MATRIX = f'({BLOCKS}|backbone/stage).*kernel'  # parameters whose momentum Muon orthogonalizes
 _ITERATIONS = 5  # Newton-Schulz iterations
 
 
 def is_matrix(params: Any) -> Any:
-    """Returns a tree of booleans that selects the kernels of blocks."""
+    """Returns a tree of booleans that selects the kernels of blocks and of stages."""
     return tree_names.match_mask(params, MATRIX)
 
 
@@ -37,7 +38,7 @@ def scale_by_muon(momentum: float, moment_dtype: str) -> optax.GradientTransform
         return 0.2 * math.sqrt(max(_matrix_sides(name, momentum))) * update
 
     def orthogonalize(momenta: Any, _: Any) -> Any:
-        split = jax.tree.map(_split_blocks, momenta)
+        split = tree_names.map_named(_split_blocks, momenta)
         updates, _ = orthogonal.update(split, orthogonal.init(split))
         return tree_names.map_named(scale, momenta, updates)
 
@@ -49,25 +50,33 @@ def scale_by_muon(momentum: float, moment_dtype: str) -> optax.GradientTransform
 def count_flops(params: Params, trainable: Any, mesh: Mesh) -> int:
     """Counts the floating-point operations of the iterations per step, on each device.
 
-    `params` may be abstract. `trainable` is a tree of booleans.
+    `params` may be abstract. `trainable` is a tree of booleans. Each device computes all
+    convolutions, unless XLA splits them.
     """
     is_trained, operations = tree_names.named_leaves(trainable), 0
     for name, leaf in tree_names.named_leaves(params).items():
         if is_trained[name] and re.fullmatch(MATRIX, name):
             m, n = _matrix_sides(name, leaf)
-            blocks = math.ceil(leaf.shape[0] / _depth_axes(leaf.shape[0], mesh)[1])
+            depth = leaf.shape[0] if name.startswith(BLOCKS) else 1
+            blocks = math.ceil(depth / _depth_axes(depth, mesh)[1])
             operations += blocks * _ITERATIONS * (4 * m**2 * n + 2 * m**3)
     return operations
 
 
 def _matrix_axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
-    """Returns the input and output axes of a kernel. Axis 0, the depth, is a batch axis."""
+    """Returns the input and output axes of a kernel.
+
+    In a kernel of blocks, axis 0, the depth, is a batch axis. The rows of a convolution's matrix
+    are all inputs of its window.
+    """
+    if not name.startswith(BLOCKS):
+        return optax.contrib.MuonDimensionNumbers((0, 1, 2), (3,))
     first = leaf.ndim - 1 if name.endswith('attention/out/kernel') else 2
     return optax.contrib.MuonDimensionNumbers((*range(1, first),), (*range(first, leaf.ndim),))
 
 
 def _matrix_sides(name: str, leaf: Any) -> list[int]:
-    """Returns the smaller and the larger side of the matrix of a block."""
+    """Returns the smaller and the larger side of a kernel's matrix."""
     axes = _matrix_axes(name, leaf)
     return sorted(math.prod(leaf.shape[axis] for axis in group) for group in axes)
 
@@ -85,9 +94,10 @@ def _depth_axes(depth: int, mesh: Any) -> tuple[tuple[str, ...], int]:
     return axes, parts
 
 
-def _split_blocks(momentum: Float[Array, 'd ...']) -> Float[Array, 'p ...']:
+def _split_blocks(name: str, momentum: Float[Array, 'd ...']) -> Float[Array, 'p ...']:
     """Pads the blocks of a kernel and splits them over the mesh in jax's context."""
-    if (mesh := mesh_in_context()) is None or mesh.size == 1:
+    mesh = mesh_in_context()
+    if mesh is None or mesh.size == 1 or not name.startswith(BLOCKS):
         return momentum
     axes, parts = _depth_axes(len(momentum), mesh)
     padding = [(0, -len(momentum) % parts), *[(0, 0)] * (momentum.ndim - 1)]

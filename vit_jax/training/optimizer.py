@@ -75,8 +75,8 @@ class ScheduleConfig(records.Record):
 class OptimizerConfig(ParamGroupsConfig):
     """Optimizer: AdamW, SGD with momentum, Adafactor as in ViT-g, Muon, LAMB, or your own function.
 
-    Muon applies to the kernels of blocks, and AdamW to all other parameters. Both share learning
-    rate and weight decay. LAMB scales each update that has weight decay by the trust ratio of its
+    Muon applies to the kernels of blocks and of the convolutions in stages, and AdamW to all other
+    parameters. Both share learning rate and weight decay. LAMB scales each update that has weight decay by the trust ratio of its
     parameter, with one ratio per block. The default values are b1=0.9, b2=0.999, epsilon=1e-8
     (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
 
@@ -157,8 +157,8 @@ def make_optimizer(
     """
     trained = [name for name, one in tree_names.named_leaves(groups.trainable).items() if one]
     has_matrix = any(re.fullmatch(muon.MATRIX, name) for name in trained)
-    wrong = 'optimizer.kind=muon: no kernel of a block is trained; '
-    wrong += 'expected a ViT or a hybrid whose blocks are trained; otherwise use kind=adamw'
+    wrong = 'optimizer.kind=muon: no kernel of a block or stage is trained; '
+    wrong += 'expected a model whose blocks or stages are trained; otherwise use kind=adamw'
     records.require(config.kind != 'muon' or has_matrix, wrong)
     wrong = 'optimizer.kind=lamb: got no weight decay, so no trust ratio; expected weight_decay > 0'
     records.require(config.kind != 'lamb' or bool(groups.weight_decays), wrong)

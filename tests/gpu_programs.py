@@ -102,10 +102,9 @@ PROGRAMS = {
         vit(width=48, num_heads=4, pool='map', positions='relative'), Compute(dtype='float32')
     ),
     'vit, remat=dots, masked patches': Program(VIT, Compute(remat='dots'), changes=MASKED),
-    'vit, muon': Program(VIT, changes={'optimizer': OptimizerConfig(kind='muon')}),
     'vit, as in ViT-5, LAMB, SAM and PatchDropout': Program(vit(**VIT_5), changes=RECIPE),
     'vit, features': Program(VIT, step='features'),
-    'hybrid': Program(HYBRID),
+    'hybrid, Muon': Program(HYBRID, changes={'optimizer': OptimizerConfig(kind='muon')}),
     'hybrid, odd, float32': Program(odd(HYBRID), Compute(dtype='float32')),
     'hybrid of one stage, batched': Program(
         hybrid((1,), patch_size=(2, 2)), Compute(layout='batched')

@@ -14,10 +14,19 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope='module')
-def whole(tmp_path_factory):
-    """An uninterrupted training on one device, with Muon."""
+def taught(tmp_path_factory):
+    """Values of a training that has a teacher, and a map of features in its state."""
+    teacher = tmp_path_factory.mktemp('laws') / 'teacher'
+    train(teacher, values={'total.steps': 41})
+    distillation = {'distillation.teacher': teacher, 'distillation.kind': 'features'}
+    return distillation | {'model.width': 16, 'accumulation_steps': 2}
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory, taught):
+    """An uninterrupted training on one device, with Muon and a teacher."""
     workdir = tmp_path_factory.mktemp('laws') / 'whole'
-    train(workdir)
+    train(workdir, values=taught)
     return workdir
 
 
@@ -35,7 +44,7 @@ def interrupt(workdir, number, step, **options):
         return [process.wait() for process in started]
 
 
-def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, tmp_path):
+def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught, tmp_path):
     workdir = tmp_path / 'run'
     for number, step, code in [
         (signal.SIGKILL, 2, -9),
@@ -44,20 +53,9 @@ def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, tmp_pat
         (signal.SIGINT, 70, INTERRUPTED),
         (signal.SIGHUP, 90, REQUEUE),
     ]:
-        assert interrupt(workdir, number, step) == [code]
-    train(workdir)
+        assert interrupt(workdir, number, step, values=taught) == [code]
+    train(workdir, values=taught)
     assert_equal_runs(workdir, whole)
-
-
-def test_a_run_with_a_teacher_is_killed_and_ends_with_the_same_bits(whole, tmp_path):
-    """The teacher is read again, and the map of features is part of the state."""
-    distillation = {'teacher': whole, 'kind': 'features'}
-    values = {f'distillation.{name}': value for name, value in distillation.items()}
-    values |= {'model.width': 16, 'accumulation_steps': 2}
-    train(tmp_path / 'expected', values=values)
-    assert interrupt(tmp_path / 'run', signal.SIGKILL, 50, values=values) == [-9]
-    train(tmp_path / 'run', values=values)
-    assert_equal_runs(tmp_path / 'run', tmp_path / 'expected')
 
 
 def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
@@ -74,8 +72,10 @@ def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
     'processes, devices, mesh',
     [(1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})],
 )
-def test_losses_do_not_depend_on_devices_and_processes(processes, devices, mesh, whole, tmp_path):
-    values = {f'mesh.{name}': value for name, value in mesh.items()}
+def test_losses_do_not_depend_on_devices_and_processes(
+    processes, devices, mesh, whole, taught, tmp_path
+):
+    values = taught | {f'mesh.{name}': value for name, value in mesh.items()}
     train(tmp_path / 'run', processes=processes, devices=devices, values=values)
     found, expected = losses(tmp_path / 'run'), losses(whole)
     assert found.keys() == expected.keys()

@@ -41,7 +41,9 @@ def two_updates(optimizer, params, gradient):
 def test_each_matrix_moves_as_by_optax_alone_and_the_rest_as_by_adam():
     """In float64: the iterations multiply rounding of small singular values by up to 480."""
     shapes = abstract_params(tiny.model(width=64, patch_size=(1, 1), backbone=BACKBONE))
-    optimizer = make_optimizer(CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, shapes))
+    optimizer = make_optimizer(
+        CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, shapes)
+    )
     params, gradient = tiny.random_params(shapes), tiny.random_params(shapes, scale=0.01)
     with jax.enable_x64(True):
         params, gradient = (jax.tree.map(np.float64, tree) for tree in (params, gradient))

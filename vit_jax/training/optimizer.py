@@ -76,9 +76,9 @@ class OptimizerConfig(ParamGroupsConfig):
     """Optimizer: AdamW, SGD with momentum, Adafactor as in ViT-g, Muon, LAMB, or your own function.
 
     Muon applies to the kernels of blocks and of the convolutions in stages, and AdamW to all other
-    parameters. Both share learning rate and weight decay. LAMB scales each update that has weight decay by the trust ratio of its
-    parameter, with one ratio per block. The default values are b1=0.9, b2=0.999, epsilon=1e-8
-    (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
+    parameters. Both share learning rate and weight decay. LAMB scales each update that has weight
+    decay by the trust ratio of its parameter, with one ratio per block. The default values are
+    b1=0.9, b2=0.999, epsilon=1e-8 (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
 
     A function f(schedule) returns an optax optimizer, which replaces moments, weight decay and
     learning rate. `clip_norm`, frozen parameters and learning rate factors still apply.

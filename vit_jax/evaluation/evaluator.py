@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -20,7 +21,7 @@ from vit_jax.base import Array, Batch, Bool, Float, Int, Num, Params, require
 from vit_jax.data import loading
 from vit_jax.data.loading import ImageReader, Loader, LoaderConfig
 from vit_jax.distributed import meshes
-from vit_jax.training.losses import BatchSums
+from vit_jax.training.losses import BatchSums, Loss
 
 # Wraps an iterator of batches, for example to show progress.
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
@@ -182,6 +183,25 @@ def summarize_evals(evals: dict[str, dict[str, float]]) -> str:
         text += '' if precision is None else f', mean average precision {precision:.2%}'
         parts.append(f'{name} {text}')
     return '; '.join(parts)
+
+
+def with_scaled_targets(loss: Loss) -> Loss:
+    """Returns the loss with multi-hot targets scaled to sum to one (any of the classes is right).
+
+    Targets without a class stay zero.
+    """
+
+    def scaled(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
+        return loss(logits, targets / jnp.maximum(1, targets.sum(axis=-1, keepdims=True)))
+
+    return scaled
+
+
+def logits_and_targets(
+    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
+) -> dict[str, Float[Array, 'b k']]:
+    """Returns the outputs of each example that the mean average precision needs."""
+    return {'logits': logits, 'targets': targets}
 
 
 def average_precisions(

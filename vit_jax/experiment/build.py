@@ -26,6 +26,7 @@ from vit_jax.data.loading import ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
+from vit_jax.evaluation import evaluator
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
 from vit_jax.models import Compute, Model, ModelConfig, Regularization, ViTConfig
@@ -378,8 +379,8 @@ def _select_loss_sums(
         options = config.distillation, model, teacher, loss, normalize_images
         train_sums = make_distillation_sums(*options)
     if train.multi_label:
-        return train_sums, make_sums(loss, outputs=losses.logits_and_targets)
-    return train_sums, make_sums(losses.with_scaled_targets(loss))
+        return train_sums, make_sums(loss, outputs=evaluator.logits_and_targets)
+    return train_sums, make_sums(evaluator.with_scaled_targets(loss))
 
 
 def _make_training(

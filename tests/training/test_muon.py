@@ -13,7 +13,8 @@ from vit_jax.base.tree_names import named_leaves
 from vit_jax.distributed.meshes import MeshConfig, jit_on, make_mesh
 from vit_jax.distributed.sharding_rules import shardings_for
 from vit_jax.models import Backbone, abstract_params
-from vit_jax.training.optimizer import OptimizerConfig, count_update_operations, make_optimizer
+from vit_jax.planning.memory_plan import count_update_operations
+from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 
 DEPTH, RATE = 12, 0.5

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from vit_jax.base import Array, Float, Int, Params, UserError, plural, records, tree_names
 from vit_jax.training import muon
 from vit_jax.training.duration import Duration, TrainLength
-from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig, make_param_groups
+from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig
 from vit_jax.training.sharpness import Sam
 
 Schedule = Callable[[Int[Array, '']], Float[Array, '']]
@@ -289,13 +288,3 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
     first = jax.jit(lambda: find_schedule_free(optimizer.init(optax.tree.zeros_like(params))).b1)
     wrong = 'optimizer.kind: a schedule-free optimizer with b1=0 has no average; expected b1 > 0'
     records.require(float(first()) > 0, wrong)
-
-
-def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh) -> int:
-    """Counts the floating-point operations of Muon's iterations per step, on each device.
-
-    Returns 0 for other kinds, whose updates have no matrix products. `params` may be abstract.
-    """
-    if config.kind != 'muon':
-        return 0
-    return muon.count_flops(params, make_param_groups(config, params).trainable, mesh)

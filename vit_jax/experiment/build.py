@@ -414,7 +414,12 @@ def _make_training(
     peak, sam = config.schedule.learning_rate, config.optimizer.sharpness
     if not isinstance(config.optimizer.kind, str):
         check_optimizer(optimizer, groups, params, with_ema=with_ema)
-    init = updates.make_init(model.init, optimizer, seed=config.seed, with_ema=with_ema)
+
+    def initial_state(params: Params | None = None) -> TrainState:
+        if params is None:
+            params = model.init(updates.key_for(config.seed, updates.INITIALIZE, 0))
+        return TrainState.initial(params, optimizer, with_ema=with_ema)
+
     targets = functools.partial(losses.make_targets, num_classes=len(train.class_names))
     update = updates.make_update(
         sums[0][0],
@@ -428,4 +433,4 @@ def _make_training(
         late=late,
         sharpen=make_sharpener(sam, schedule, peak=peak, total_steps=length.total_steps),
     )
-    return init, update, sums[0][1], groups.report
+    return initial_state, update, sums[0][1], groups.report

@@ -78,25 +78,6 @@ def make_purpose_key(seed: int, purpose: int) -> Key[Array, '']:
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
-def make_init(
-    init: Callable[[Key[Array, '']], Params],
-    optimizer: optax.GradientTransformation,
-    *,
-    seed: int,
-    with_ema: bool,
-) -> Callable[..., TrainState]:
-    """Makes a function that returns the state before the first step, for compilation with jit.
-
-    The function takes parameters, such as those of a checkpoint; by default they are random.
-    """
-
-    def initial_state(params: Params | None = None) -> TrainState:
-        params = init(key_for(seed, INITIALIZE, 0)) if params is None else params
-        return TrainState.initial(params, optimizer, with_ema=with_ema)
-
-    return initial_state
-
-
 def make_loss_sums(
     apply: Callable[..., Float[Array, 'b k']],
     loss: Loss,

@@ -18,8 +18,7 @@ from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig
 from vit_jax.training.sharpness import Sam
 
-Schedule = Callable[[Int[Array, '']], Float[Array, '']]
-OptimizerFunction = Callable[[Schedule], optax.GradientTransformation]
+OptimizerFunction = Callable[[optax.Schedule], optax.GradientTransformation]
 Kind = Literal['adamw', 'sgd', 'adafactor', 'muon', 'lamb']
 Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
 # Options of each optimizer with their defaults.
@@ -103,7 +102,7 @@ class OptimizerConfig(ParamGroupsConfig):
                 _require_kind(self, kinds, f'{name}={value}')
 
 
-def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
+def make_schedule(config: ScheduleConfig, length: TrainLength) -> optax.Schedule:
     """Makes the schedule, which maps a step to the learning rate.
 
     As in the paper's code, the decay starts after the warmup, and warmup multiplies the rate by
@@ -147,7 +146,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: Schedule, groups: ParamGroups
+    config: OptimizerConfig, schedule: optax.Schedule, groups: ParamGroups
 ) -> optax.GradientTransformation:
     """Makes the optimizer. Frozen parameters have no moments.
 
@@ -178,7 +177,7 @@ def make_optimizer(
     return optax.chain(*chain)
 
 
-def _make_core(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+def _make_core(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Makes the moments of a named kind, or the whole optimizer of a function."""
     if not isinstance(config.kind, str):
         made = config.kind(schedule)
@@ -224,9 +223,7 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
         return jnp.minimum(b2, 1 - (step + 1.0) ** -exponent)
 
     def scale(min_size: int, *, vectors: bool) -> optax.GradientTransformation:
-        rms = optax.scale_by_factored_rms(
-            min_dim_size_to_factor=min_size, decay_rate_fn=decay, epsilon=1e-30
-        )
+        rms = optax.scale_by_factored_rms(min_dim_size_to_factor=min_size, decay_rate_fn=decay)
 
         def selects(name: str, leaf: Any) -> bool:  # ignores the axis of stacked blocks
             return (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors
@@ -253,11 +250,8 @@ def _scale_by_trust_ratio() -> optax.GradientTransformation:
 
 def find_schedule_free(opt_state: Any) -> Any:
     """Returns the state of a schedule-free optimizer of optax.contrib; None if there is none."""
-
-    def is_found(node: Any) -> bool:
-        return isinstance(node, optax.contrib.ScheduleFreeState)
-
-    return next(filter(is_found, jax.tree.leaves(opt_state, is_leaf=is_found)), None)
+    states = optax.tree.get_all_with_path(opt_state, 'ScheduleFreeState')
+    return states[0][1] if states else None
 
 
 def schedule_free_average(opt_state: Any, params: Params) -> Params | None:

@@ -12,7 +12,7 @@ from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.distillation import PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
-from vit_jax.training.optimizer import Schedule, schedule_free_average
+from vit_jax.training.optimizer import schedule_free_average
 from vit_jax.training.sharpness import GradientFunction, Sharpener
 
 # Purposes of PRNG keys; no key has two purposes. The step is folded into the key of DROP, and with
@@ -110,7 +110,7 @@ def make_loss_sums(
 def make_update(
     loss_sums: Callable[..., BatchSums],
     optimizer: optax.GradientTransformation,
-    schedule: Schedule,
+    schedule: optax.Schedule,
     *,
     augment: Callable[..., Batch] = lambda key, batch: batch,
     stop_frozen_gradients: Callable[[Params], Params] = lambda params: params,

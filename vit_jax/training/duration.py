@@ -26,9 +26,8 @@ class Duration(records.Record):
 
     def __post_init__(self) -> None:
         given = {unit: value for unit, value in vars(self).items() if value is not None}
-        if len(given) != 1:
-            text = f'expected exactly one of {", ".join(UNITS)}'
-            raise UserError(f'Duration: {text}; got {", ".join(given) or "none"}')
+        text = f'expected exactly one of {", ".join(UNITS)}; got {", ".join(given) or "none"}'
+        records.require(len(given) == 1, f'Duration: {text}')
         super().__post_init__()
 
     def check(self) -> None:

@@ -92,10 +92,6 @@ def sum_examples(
     return BatchSums(sums, mask.sum(dtype=jnp.int32), outputs or {})
 
 
-# Maps logits (b k) and targets (b k) to outputs of each example (b ...), by name.
-OutputsFunction = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Array]]
-
-
 class StepMetrics(NamedTuple):
     """Metrics of one step: arrays from the update, floats after `fit` has read them."""
 

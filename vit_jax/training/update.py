@@ -11,7 +11,7 @@ import optax
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.distillation import PROJECTION
-from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
+from vit_jax.training.losses import BatchSums, Loss, StepMetrics
 from vit_jax.training.optimizer import schedule_free_average
 from vit_jax.training.sharpness import GradientFunction, Sharpener
 
@@ -83,7 +83,7 @@ def make_loss_sums(
     loss: Loss,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
     *,
-    outputs: OutputsFunction | None = None,
+    outputs: Callable[..., dict[str, Array]] | None = None,
 ) -> Callable[..., BatchSums]:
     """Makes the function that computes loss and metrics, in training and evaluation.
 
@@ -91,7 +91,7 @@ def make_loss_sums(
       apply: Maps (params, images, key) to logits; see `Model`.
       loss: Maps (logits, targets) to one loss per example.
       normalize: Maps images with pixels from 0 to 255 to the input of the model.
-      outputs: Maps (logits, targets) to outputs of each example, for `BatchSums.outputs`.
+      outputs: Maps (logits, targets) to outputs of each example by name, for `BatchSums.outputs`.
 
     Returns:
       `loss_sums(params, batch, key=None)`, which sums the loss and each of `example_metrics` over
@@ -190,9 +190,7 @@ def _make_gradients(
     """Makes the function from (params, batch, key) to the gradient of the summed loss and sums."""
     options = {} if teacher is None else {'teacher': teacher}
 
-    def total(
-        params: Params, batch: Batch, key: Key[Array, '']
-    ) -> tuple[Float[Array, ''], BatchSums]:
+    def total(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Array, BatchSums]:
         batch_sums = loss_sums(stop(params), batch, key, **options)
         return batch_sums.sums['loss'], batch_sums
 

@@ -22,7 +22,7 @@ from vit_jax.data import loading
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
-from vit_jax.evaluation.evaluator import Evaluator, Selection, summarize_evals
+from vit_jax.evaluation.evaluator import Evaluator, Selection, find_eval_interval, summarize_evals
 from vit_jax.evaluation.features import make_feature_evaluator, make_feature_function
 from vit_jax.experiment import data_manifest, workdirs
 from vit_jax.experiment.build import Experiment, Update, build_experiment, make_eval_batches
@@ -146,7 +146,7 @@ def find_eval_intervals(experiment: Experiment) -> dict[str, int]:
     config, intervals = experiment.config, dict[str, int]()
     for name, reader in experiment.eval_readers.items():
         every = config.evaluations[name].every_steps or config.eval_every_steps
-        intervals[name] = experiment.length.eval_interval_steps(every, len(reader.source))
+        intervals[name] = find_eval_interval(experiment.length, every, len(reader.source))
     return intervals
 
 

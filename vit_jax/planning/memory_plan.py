@@ -97,7 +97,7 @@ def compile_step(config: TrainConfig, topology: Topology) -> StepMemory:
     memory = ahead_of_time.compile_for(topology, lowered, quickly=quickly).memory_analysis()
     if quickly and memory.peak_memory_in_bytes > _NEAR * topology.memory:
         memory = ahead_of_time.compile_for(topology, lowered).memory_analysis()
-    shardings = training_run.get_shardings(state)
+    shardings = sharding_rules.get_shardings(state)
     report = sharding_rules.sharding_report(state, shardings, experiment.mesh)
     return StepMemory(memory.argument_size_in_bytes, memory.peak_memory_in_bytes, report)
 

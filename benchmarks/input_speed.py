@@ -39,7 +39,7 @@ from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode_a
 from vit_jax.data.loading import ExampleRef, ImageReader, count_cores
 from vit_jax.data.sources.base import Source, labeled_source, select
 from vit_jax.data.sources.folders import unlabeled_source
-from vit_jax.distributed import meshes
+from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import variant
@@ -294,7 +294,7 @@ def measure_with_model(
     batch_mebibytes = batch_size * math.prod(reader.size) * 3 / 2**20
     text = f'a batch has {batch_mebibytes:.0f} MiB, at most 5 are in memory'
     print(f'  the pipeline adds {peak:,.0f} MiB of peak memory; {text}')
-    shardings = training_run.get_shardings(abstract)
+    shardings = sharding_rules.get_shardings(abstract)
     init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
     state, batch = init(), next(batches)
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from vit_jax.config import TrainConfig
-from vit_jax.distributed import meshes
+from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import Experiment, build_experiment
 from vit_jax.models import ModelConfig
@@ -68,7 +68,7 @@ def trace_step(
             'epoch': 0 * order,
             'example': order,
         }
-        shardings = training_run.get_shardings(state)
+        shardings = sharding_rules.get_shardings(state)
         init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
         initial = jax.block_until_ready(init())
         placed = jax.device_put(batch, meshes.batch_sharding(experiment.mesh))

@@ -11,6 +11,7 @@ import numpy as np
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.opening import make_opener
+from vit_jax.distributed import sharding_rules
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
@@ -86,7 +87,7 @@ def compiled(config: TrainConfig, devices=None):
     """
     experiment = build_experiment(config, devices=devices)
     state = training_run.abstract_state(experiment)
-    init = jax.jit(experiment.init, out_shardings=training_run.get_shardings(state))
+    init = jax.jit(experiment.init, out_shardings=sharding_rules.get_shardings(state))
     update = training_run.lower_update(experiment, state).compile()
     return experiment, init(), functools.partial(_run_update, update, experiment)
 

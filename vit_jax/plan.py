@@ -24,7 +24,6 @@ from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.planning.ahead_of_time import GIB, DoesNotFitError
 from vit_jax.planning.memory_plan import StepMemory
 from vit_jax.training.duration import Duration
-from vit_jax.training.optimizer import count_update_operations
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -42,7 +41,8 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'mesh        {meshes.format_mesh(mesh)}')
     print(f'model       {count_params(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')
-    if update := count_update_operations(config.optimizer, abstract_params(model), mesh):
+    params = abstract_params(model)
+    if update := memory_plan.count_update_operations(config.optimizer, params, mesh):
         share = update / (6 * count_multiply_adds(model) * batch_size / count)
         print(f'optimizer   muon: {update / 1e12:.3g} TFLOP per step on each device, ', end='')
         print(f"{share:.1%} of the model's")

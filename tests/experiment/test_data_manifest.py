@@ -14,14 +14,15 @@ from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints import digests
 from vit_jax.config import EvalConfig, write_config
+from vit_jax.data import split_manifest
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.opening import make_opener
+from vit_jax.data.split_manifest import SplitManifest
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 from vit_jax.experiment import data_manifest
-from vit_jax.experiment.data_manifest import SplitManifest
 from vit_jax.experiment.workdirs import Workdir
 from vit_jax.studies import lineage
 
@@ -78,7 +79,7 @@ CHANGES = {
 @pytest.mark.parametrize('change', CHANGES)
 def test_every_kind_of_difference_is_counted_with_examples(change):
     new, lines = CHANGES[change]
-    assert data_manifest.describe_differences(RECORD, new) == lines
+    assert split_manifest.describe_differences(RECORD, new) == lines
 
 
 @pytest.fixture
@@ -212,7 +213,7 @@ def test_another_number_of_classes_cannot_be_accepted(photos, tmp_path):
 
 
 def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(data_manifest, 'MAX_EAGER_SIZES', 4)
+    monkeypatch.setattr(split_manifest, 'MAX_EAGER_SIZES', 4)
     for i in range(1100):  # they are read in blocks of 1024
         (photos / f'train/cat/more{i}.jpg').write_bytes(b'x')
     folder = tmp_path / 'run'
@@ -233,7 +234,7 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
     sources, never = sources_of(photos), threading.Event()
     trained = sources['trained on train']
     start(tmp_path, sources)
-    monkeypatch.setattr(data_manifest, 'MAX_EAGER_SIZES', 4)
+    monkeypatch.setattr(split_manifest, 'MAX_EAGER_SIZES', 4)
 
     def size_of(index):
         if index >= 4:

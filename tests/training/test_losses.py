@@ -4,13 +4,8 @@ import numpy as np
 import pytest
 
 from vit_jax.base.errors import UserError
-from vit_jax.training.losses import (
-    LossConfig,
-    example_metrics,
-    make_loss,
-    make_targets,
-    with_scaled_targets,
-)
+from vit_jax.evaluation.evaluator import with_scaled_targets
+from vit_jax.training.losses import LossConfig, example_metrics, make_loss, make_targets
 
 LOGITS = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
 LABELS = jnp.array([0, 2])

@@ -10,6 +10,7 @@ from tests import tiny
 from tests.networks import HYBRID, RESNET
 from vit_jax.data.augmentation import example_keys
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
+from vit_jax.models.masked_patches import cut_patches
 from vit_jax.training import masked_patches
 from vit_jax.training.masked_patches import MaskedPatches, configure_for_patches
 from vit_jax.training.update import CORRUPT, make_purpose_key
@@ -135,7 +136,7 @@ def test_the_loss_is_that_of_the_colors_of_corrupted_patches():
 def test_small_patches_are_sixteen_colors_each_the_mean_of_a_cell():
     images = np.repeat(np.repeat(BATCH['images'], 2, axis=1), 2, axis=2)  # cells of 2x2 pixels
     images[:, 0::2, 0::2] //= 2
-    patches = masked_patches.cut_patches(jnp.asarray(images), (2, 4), (8, 8))
+    patches = cut_patches(jnp.asarray(images), (2, 4), (8, 8))
     found = masked_patches.mean_colors(patches, 4)
     cells = np.asarray(patches, float).reshape(6, 8, 4, 2, 4, 2, 3).swapaxes(3, 4)
     np.testing.assert_array_equal(found, colors(cells).reshape(6, 8, 16))
@@ -154,7 +155,7 @@ def test_pixels_are_those_that_the_network_sees():
 
 def test_a_hybrids_patch_is_the_part_of_the_image_that_it_stands_for():
     config = dataclasses.replace(HYBRID, num_classes=None)
-    assert masked_patches.patch_size_in_pixels(config) == (16, 16)
+    assert config.patch_size_in_pixels == (16, 16)
     pixels = configure_for_patches(config, MaskedPatches(target='pixels')).patch_outputs
     assert pixels == 16 * 16 * 3
 

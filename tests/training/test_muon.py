@@ -13,7 +13,8 @@ from vit_jax.base.tree_names import named_leaves
 from vit_jax.distributed.meshes import MeshConfig, jit_on, make_mesh
 from vit_jax.distributed.sharding_rules import shardings_for
 from vit_jax.models import Backbone, abstract_params
-from vit_jax.training.optimizer import OptimizerConfig, count_update_operations, make_optimizer
+from vit_jax.planning.memory_plan import count_update_operations
+from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 
 DEPTH, RATE = 12, 0.5
@@ -41,7 +42,9 @@ def two_updates(optimizer, params, gradient):
 def test_each_matrix_moves_as_by_optax_alone_and_the_rest_as_by_adam():
     """In float64: the iterations multiply rounding of small singular values by up to 480."""
     shapes = abstract_params(tiny.model(width=64, patch_size=(1, 1), backbone=BACKBONE))
-    optimizer = make_optimizer(CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, shapes))
+    optimizer = make_optimizer(
+        CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, shapes)
+    )
     params, gradient = tiny.random_params(shapes), tiny.random_params(shapes, scale=0.01)
     with jax.enable_x64(True):
         params, gradient = (jax.tree.map(np.float64, tree) for tree in (params, gradient))

@@ -11,14 +11,7 @@ from tests import tiny
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.models import Regularization
 from vit_jax.training.losses import BatchSums, LossConfig, make_loss
-from vit_jax.training.update import (
-    DROP,
-    TrainState,
-    key_for,
-    make_init,
-    make_loss_sums,
-    make_update,
-)
+from vit_jax.training.update import DROP, TrainState, key_for, make_loss_sums, make_update
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -166,8 +159,7 @@ def test_a_skipped_step_has_its_place_in_the_schedule():
 def test_the_average_of_a_schedule_free_optimizer_is_evaluated():
     """At a constant rate it is the mean of the iterates of SGD, from the given parameters on."""
     optimizer = optax.chain(optax.identity(), optax.contrib.schedule_free_sgd(0.1))
-    init = make_init(lambda key: {'w': jnp.zeros(3)}, optimizer, seed=0, with_ema=False)
-    state = jax.jit(init)({'w': jnp.ones(3)})
+    state = jax.jit(lambda params: TrainState.initial(params, optimizer))({'w': jnp.ones(3)})
     update = jax.jit(make_update(linear_sums, optimizer, lambda step: jnp.asarray(0.1)))
     for x in 1.0, 1.0, jnp.nan, 1.0:
         state, metrics = update(state, {'x': jnp.full(3, x), 'mask': jnp.ones(3, bool)})

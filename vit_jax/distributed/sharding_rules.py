@@ -128,6 +128,11 @@ def abstract_arrays(values: Any, shardings: Any) -> Any:
     )
 
 
+def get_shardings(abstract: Any) -> Any:
+    """Returns the shardings of abstract arrays."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
 def _bytes(leaf: Any, shape: tuple[int, ...] | None = None) -> int:
     return math.prod(leaf.shape if shape is None else shape) * leaf.dtype.itemsize
 

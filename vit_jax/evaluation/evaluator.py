@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -20,11 +21,16 @@ from vit_jax.base import Array, Batch, Bool, Float, Int, Num, Params, require
 from vit_jax.data import loading
 from vit_jax.data.loading import ImageReader, Loader, LoaderConfig
 from vit_jax.distributed import meshes
-from vit_jax.training.losses import BatchSums
+from vit_jax.training.duration import Interval, TrainLength
+from vit_jax.training.losses import BatchSums, Loss
 
 # Wraps an iterator of batches, for example to show progress.
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
+# By default, an evaluation runs about 10 times in a training, or less often, so that it evaluates
+# at most a fifth as many images as the run trains on: evaluating an image takes a third of the time
+# of training on it.
+_EVALUATIONS, _EVALUATED_SHARE = 10, 0.2
 
 
 class BatchMaker(NamedTuple):
@@ -184,6 +190,25 @@ def summarize_evals(evals: dict[str, dict[str, float]]) -> str:
     return '; '.join(parts)
 
 
+def with_scaled_targets(loss: Loss) -> Loss:
+    """Returns the loss with multi-hot targets scaled to sum to one (any of the classes is right).
+
+    Targets without a class stay zero.
+    """
+
+    def scaled(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
+        return loss(logits, targets / jnp.maximum(1, targets.sum(axis=-1, keepdims=True)))
+
+    return scaled
+
+
+def logits_and_targets(
+    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
+) -> dict[str, Float[Array, 'b k']]:
+    """Returns the outputs of each example that the mean average precision needs."""
+    return {'logits': logits, 'targets': targets}
+
+
 def average_precisions(
     logits: Float[np.ndarray, 'n k'], targets: Num[np.ndarray, 'n k']
 ) -> Float[np.ndarray, 'k']:
@@ -199,6 +224,16 @@ def average_precisions(
     scores = average_precision_score(targets[:, present], logits[:, present], average=None)
     precisions[present] = scores
     return precisions
+
+
+def find_eval_interval(length: TrainLength, every: Interval | None, num_images: int) -> int:
+    """Converts the interval of an evaluation of `num_images` images during training to steps.
+
+    None: a default that depends on the length of the training and on the number of images.
+    """
+    affordable = _EVALUATED_SHARE * length.total_steps * length.batch_size / num_images
+    count = max(1, min(_EVALUATIONS, int(affordable)))
+    return length.interval_steps(every) or -(-length.total_steps // count)
 
 
 def lower_is_better(metric: str) -> bool:

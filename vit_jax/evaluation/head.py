@@ -17,7 +17,9 @@ from vit_jax.evaluation.evaluator import (
     Evaluation,
     Watch,
     batches_on_all_devices,
+    logits_and_targets,
     make_evaluator,
+    with_scaled_targets,
 )
 from vit_jax.models import with_highest_precision
 from vit_jax.pretrained import LoadedModel
@@ -121,11 +123,11 @@ def evaluate_head(
     loaded.require_head()
     source = reader.source
     kind: losses.LossKind = 'sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'
-    loss, outputs = losses.make_loss(losses.LossConfig(kind=kind)), losses.labels_and_predictions
+    loss, outputs = losses.make_loss(losses.LossConfig(kind=kind)), labels_and_predictions
     if source.multi_label and (relabeled or loaded.card.loss == 'softmax'):
-        loss, outputs = losses.with_scaled_targets(loss), _predictions_and_targets
+        loss, outputs = with_scaled_targets(loss), _predictions_and_targets
     elif source.multi_label:
-        outputs = losses.logits_and_targets
+        outputs = logits_and_targets
     loss_sums = make_loss_sums(
         with_highest_precision(loaded.model.apply),
         loss,
@@ -154,10 +156,18 @@ def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
     return HeadReport(evaluation.num_images, means, classes, confused, confusion)
 
 
+def labels_and_predictions(
+    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
+) -> dict[str, Array]:
+    """Returns class number, predicted class number, and metrics of each example."""
+    numbers = {'label': targets.argmax(axis=-1), 'predicted': logits.argmax(axis=-1)}
+    return numbers | losses.example_metrics(logits, targets)
+
+
 def _predictions_and_targets(
     logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
 ) -> dict[str, Array]:
-    return losses.labels_and_predictions(logits, targets) | {'targets': targets}
+    return labels_and_predictions(logits, targets) | {'targets': targets}
 
 
 def _list_classes(

@@ -26,30 +26,24 @@ from vit_jax.data.loading import ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
+from vit_jax.evaluation import evaluator
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
 from vit_jax.models import Compute, Model, ModelConfig, Regularization, ViTConfig
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
 from vit_jax.models.model import abstract_params, build, count_params
 from vit_jax.pretrained import LoadedModel, load_teacher
-from vit_jax.training import losses
+from vit_jax.training import distillation, losses
 from vit_jax.training import update as updates
-from vit_jax.training.distillation import (
-    PROJECTION,
-    Teacher,
-    make_distillation_sums,
-    with_projection,
-)
 from vit_jax.training.duration import TrainLength, make_train_length
-from vit_jax.training.losses import BatchSums, LossConfig, StepMetrics
 from vit_jax.training.masked_patches import configure_for_patches, make_patch_loss_sums
 from vit_jax.training.optimizer import check_optimizer, count_moments, make_optimizer, make_schedule
 from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.sharpness import Sam, make_sharpener
 from vit_jax.training.update import TrainState
 
-Update = Callable[..., tuple[TrainState, StepMetrics]]  # (state, batch, teacher=None)
-LossSumsFn = Callable[..., BatchSums]  # (params, batch, key=None) -> sums
+Update = Callable[..., tuple[TrainState, losses.StepMetrics]]  # (state, batch, teacher=None)
+LossSumsFn = Callable[..., losses.BatchSums]  # (params, batch, key=None) -> sums
 
 
 class Experiment(NamedTuple):
@@ -99,7 +93,7 @@ class Experiment(NamedTuple):
     def make_card(self, step: int) -> dict[str, Any]:
         """Returns the card of a checkpoint at a step, as JSON values."""
         model, loss = self.model.config, self.config.loss
-        kind = loss.kind if isinstance(loss, LossConfig) else records.text_of(loss)
+        kind = loss.kind if isinstance(loss, losses.LossConfig) else records.text_of(loss)
         has_classes = self.config.objective is None
         card = Card(
             step=step,
@@ -121,7 +115,7 @@ class Experiment(NamedTuple):
         old, new = start.card, self.model.config
         classes = self.train_reader.source.class_names
         names = (old.class_names, classes) if self.config.reuse_head else None
-        body = {name: leaf for name, leaf in fresh.items() if name != PROJECTION}
+        body = {name: leaf for name, leaf in fresh.items() if name != distillation.PROJECTION}
         result = transfer(start.read(), old=old.model, new=new, fresh=body, class_names=names)
         return result._replace(params=fresh | result.params)
 
@@ -208,7 +202,7 @@ def check_labels(config: TrainConfig, train: Source, evaluated: dict[str, Source
     data = records.text_of(config.data)
     others = [name for name, one in evaluated.items() if one.class_names != train.class_names]
     problems = [f'{data}: the class names of train and {name} differ' for name in others]
-    kind = config.loss.kind if isinstance(config.loss, LossConfig) else None
+    kind = config.loss.kind if isinstance(config.loss, losses.LossConfig) else None
     if kind == 'softmax' and train.multi_label:
         text = 'images may have several classes, which the softmax loss does not support'
         problems.append(f'{data}: {text}; pass --config.loss.kind=sigmoid')
@@ -351,7 +345,7 @@ def make_eval_batches(config: TrainConfig, mesh: Mesh) -> BatchMaker:
 def _select_loss_sums(
     config: TrainConfig,
     model: Model,
-    teacher: Teacher | None,
+    teacher: distillation.Teacher | None,
     preprocessing: Preprocessing,
     train: Source,
 ) -> tuple[LossSumsFn, LossSumsFn]:
@@ -376,16 +370,16 @@ def _select_loss_sums(
     train_sums = make_sums(loss)
     if teacher is not None:
         options = config.distillation, model, teacher, loss, normalize_images
-        train_sums = make_distillation_sums(*options)
+        train_sums = distillation.make_distillation_sums(*options)
     if train.multi_label:
-        return train_sums, make_sums(loss, outputs=losses.logits_and_targets)
-    return train_sums, make_sums(losses.with_scaled_targets(loss))
+        return train_sums, make_sums(loss, outputs=evaluator.logits_and_targets)
+    return train_sums, make_sums(evaluator.with_scaled_targets(loss))
 
 
 def _make_training(
     config: TrainConfig,
     models: list[Model],
-    teacher: Teacher | None,
+    teacher: distillation.Teacher | None,
     preprocessing: Preprocessing,
     length: TrainLength,
     train: Source,
@@ -399,7 +393,7 @@ def _make_training(
     sums = [_select_loss_sums(config, model, teacher, preprocessing, train) for model in models]
     model, late = models[0], None
     if teacher is not None and config.distillation.kind == 'features':
-        model = with_projection(model, teacher.model)
+        model = distillation.with_projection(model, teacher.model)
     if (until := config.patch_dropout_until) is not None:
         late = length.to_steps(until), sums[1][0]
         wrong = f'config.patch_dropout_until.{until} is step {late[0]}'
@@ -413,7 +407,12 @@ def _make_training(
     peak, sam = config.schedule.learning_rate, config.optimizer.sharpness
     if not isinstance(config.optimizer.kind, str):
         check_optimizer(optimizer, groups, params, with_ema=with_ema)
-    init = updates.make_init(model.init, optimizer, seed=config.seed, with_ema=with_ema)
+
+    def initial_state(params: Params | None = None) -> TrainState:
+        if params is None:
+            params = model.init(updates.key_for(config.seed, updates.INITIALIZE, 0))
+        return TrainState.initial(params, optimizer, with_ema=with_ema)
+
     targets = functools.partial(losses.make_targets, num_classes=len(train.class_names))
     update = updates.make_update(
         sums[0][0],
@@ -427,4 +426,4 @@ def _make_training(
         late=late,
         sharpen=make_sharpener(sam, schedule, peak=peak, total_steps=length.total_steps),
     )
-    return init, update, sums[0][1], groups.report
+    return initial_state, update, sums[0][1], groups.report

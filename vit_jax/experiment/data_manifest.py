@@ -1,8 +1,8 @@
 """Writes and compares the data manifest of a run, data_manifest.json.gz in its work directory.
 
-The manifest lists class names, image names, labels and file sizes of each split, in order. A run
-that starts or resumes compares it with the data, to detect changed data and data that differs
-between hosts. Sizes of files beyond the first `MAX_EAGER_SIZES` are compared in the background.
+The manifest has a `SplitManifest` for each split. A run that starts or resumes compares it with the
+data, to detect changed data and data that differs between hosts. Sizes of files beyond the first
+`MAX_EAGER_SIZES` are compared in the background.
 
 If the data or the split changes, the images that the run was trained on before stay in the
 manifest, under a split name that starts with `TRAINED_PREFIX`. `vit_jax.evaluate` compares them
@@ -16,39 +16,21 @@ import itertools
 import json
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
-from typing import NamedTuple
 
-from vit_jax.base import Path, UserError, plural, storage, usable
+from vit_jax.base import Path, UserError, storage, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.data.loading import ImageReader
-from vit_jax.data.sources.base import Source, make_names_relative
+from vit_jax.data.sources.base import Source
+from vit_jax.data.split_manifest import SplitManifest, describe_differences, make_split_manifest
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.probing import Probes
 from vit_jax.experiment.workdirs import MANIFEST, Workdir
 
-MAX_EAGER_SIZES = 16_384  # files per split whose sizes are read before training starts
 TRAINED_PREFIX = 'trained on '  # prefix of the names of training splits in the manifest
 _BLOCK = 1024  # sizes that the background check reads before it tests whether to stop
-
-
-class SplitManifest(NamedTuple):
-    """The images of a split in order, as JSON values.
-
-    A label is a class name, or comma-separated class names. A size is a file size, or a number that
-    changes with the image (see `Source.size_of`). If labels are not in memory, each label is a
-    question mark, and changed labels are detected by the sizes, which depend on image and label.
-    The sizes of the last images may be missing.
-    """
-
-    class_names: list[str]
-    names: list[str]
-    labels: list[str]
-    sizes: list[int]
-
 
 Manifest = dict[str, SplitManifest]
 
@@ -64,39 +46,6 @@ def name_sources(
         name = one.split if main and one.data == main.data else f'{one.split} of {one.data}'
         names[TRAINED_PREFIX + name if one is main else name] = one
     return names
-
-
-def make_split_manifest(source: Source) -> SplitManifest:
-    """Lists the images of a split; reads at most `MAX_EAGER_SIZES` sizes that are not in memory."""
-    indices, classes = range(len(source)), source.class_names
-    eager = indices if source.sizes_in_memory else indices[:MAX_EAGER_SIZES]
-    labels = ['?'] * len(source)
-    if source.labels_in_memory and source.multi_label:
-        labels = [', '.join(classes[i] for i in row.nonzero()[0]) for row in source.labels]
-    elif source.labels_in_memory:
-        labels = [classes[label] for label in source.labels.tolist()]
-    names = make_names_relative(source.read_names(indices), source.data)
-    return SplitManifest([*classes], names, labels, sizes=source.read_sizes(eager).tolist())
-
-
-def describe_differences(old: SplitManifest, new: SplitManifest) -> list[str]:
-    """Describes the differences by kind, each with a count and up to three examples.
-
-    An image whose label changed counts as removed and added.
-    """
-    size_of = dict(zip(old.names, old.sizes, strict=False))
-    sizes = zip(new.names, new.sizes, strict=False)
-    examples = {'replaced image': [repr(x) for x, size in sizes if size_of.get(x, size) != size]}
-    if old[:3] != new[:3]:
-        before, after = (Counter(map('{!r} ({})'.format, x.names, x.labels)) for x in (old, new))
-        classes = itertools.zip_longest(old.class_names, new.class_names)
-        examples['changed class'] = [f'{a!r} to {b!r}' for a, b in classes if a != b]
-        examples['removed image'] = [*(before - after).elements()]
-        examples['added image'] = [*(after - before).elements()]
-        if not any(examples.values()):
-            return ['the order of the images changed']
-    shown = {kind: ', '.join(names[:3]) for kind, names in examples.items() if names}
-    return [f'{plural(len(examples[kind]), kind)}: {text}' for kind, text in shown.items()]
 
 
 def _describe_changes(recorded: Manifest, splits: Manifest) -> dict[str, str]:

@@ -22,7 +22,7 @@ from vit_jax.data import loading
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
-from vit_jax.evaluation.evaluator import Evaluator, Selection, summarize_evals
+from vit_jax.evaluation.evaluator import Evaluator, Selection, find_eval_interval, summarize_evals
 from vit_jax.evaluation.features import make_feature_evaluator, make_feature_function
 from vit_jax.experiment import data_manifest, workdirs
 from vit_jax.experiment.build import Experiment, Update, build_experiment, make_eval_batches
@@ -88,9 +88,9 @@ def train(
         )
         experiment, workdir, _, selection = opened
         console.print(describe_run(experiment))
-        loader_of = experiment.evaluator.batches.make_loader
+        # This caches the images on the devices if they fit.
         for reader in (experiment.train_reader, *experiment.eval_readers.values()):
-            loader_of(reader)  # caches images on the devices if they fit
+            experiment.evaluator.batches.make_loader(reader)
         with clock('compile'):
             programs = compile_programs(experiment, console)
         console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
@@ -146,7 +146,7 @@ def find_eval_intervals(experiment: Experiment) -> dict[str, int]:
     config, intervals = experiment.config, dict[str, int]()
     for name, reader in experiment.eval_readers.items():
         every = config.evaluations[name].every_steps or config.eval_every_steps
-        intervals[name] = experiment.length.eval_interval_steps(every, len(reader.source))
+        intervals[name] = find_eval_interval(experiment.length, every, len(reader.source))
     return intervals
 
 
@@ -183,7 +183,7 @@ class Programs(NamedTuple):
 def compile_programs(experiment: Experiment, console: Console) -> Programs:
     """Compiles the update and the evaluators. Prints a line per sharded array."""
     state, mesh = abstract_state(experiment), experiment.mesh
-    for line in sharding_rules.sharding_report(state, get_shardings(state), mesh):
+    for line in sharding_rules.sharding_report(state, sharding_rules.get_shardings(state), mesh):
         console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
     update = lower_update(experiment, state).compile()
@@ -201,16 +201,11 @@ def abstract_state(experiment: Experiment) -> TrainState:
     return sharding_rules.abstract_arrays(state, shardings)
 
 
-def get_shardings(abstract: Any) -> Any:
-    """Returns the shardings of abstract arrays."""
-    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-
 def lower_update(experiment: Experiment, state: TrainState) -> Any:
     """Traces and lowers the update step, which donates its state, but not the teacher."""
     size, reader = experiment.config.batch_size, experiment.train_reader
     batch = loading.abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
-    out_shardings = get_shardings(state), meshes.replicated(experiment.mesh)
+    out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
     options = {'donate_argnums': 0, 'out_shardings': out_shardings}
     step = meshes.jit_on(experiment.update, experiment.mesh, **options)
     return step.lower(state, batch, experiment.teacher)
@@ -270,7 +265,7 @@ def restore_or_init(
     Raises:
       UserError: If the newest checkpoint is beyond the last step.
     """
-    shardings = get_shardings(abstract)
+    shardings = sharding_rules.get_shardings(abstract)
     step, end = checkpoints.latest_step, experiment.length.total_steps
     if step is not None:
         where = checkpoints.path(step)
@@ -310,7 +305,7 @@ def make_linear_probe_head(
     head, line = probing.fit_head(features_of, reader)
     console.print(line)
     job.barrier('head')  # a collective follows, for which gloo waits only 30 s
-    return meshes.put(meshes.broadcast(head), get_shardings(params['head']))
+    return meshes.put(meshes.broadcast(head), sharding_rules.get_shardings(params['head']))
 
 
 @dataclasses.dataclass

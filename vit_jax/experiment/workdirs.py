@@ -113,7 +113,7 @@ def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
     for place in new:
         sync(place.parent)
     with (folder / LOCK).open('a+') as file:
-        if other := _lock_or_find_holder(file):
+        if other := lock_or_find_holder(file):
             raise UserError(f'workdir {folder} is used by {other}; wait, or use another --workdir')
         file.truncate(0)
         file.write(_describe_process())
@@ -121,15 +121,7 @@ def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
         yield Workdir(folder)
 
 
-def find_holder(folder: pathlib.Path) -> str | None:
-    """Describes the process that has locked a local directory; None if there is none."""
-    if not (folder / LOCK).exists():
-        return None
-    with (folder / LOCK).open('a+') as file:
-        return _lock_or_find_holder(file)
-
-
-def _lock_or_find_holder(file: IO[str]) -> str | None:
+def lock_or_find_holder(file: IO[str]) -> str | None:
     """Locks a file; returns None, or a description of the process that has the lock."""
     if lock_file(file):
         return None

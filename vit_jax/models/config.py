@@ -174,6 +174,16 @@ class ViTConfig(ArchitectureConfig):
         return height // p, width // q
 
     @property
+    def patch_size_in_pixels(self) -> tuple[int, int]:
+        """(height, width) of a patch in pixels of the image.
+
+        In a hybrid, a patch on the feature map corresponds to `stride` times as many pixels per
+        side. Its receptive field is larger.
+        """
+        stride = self.backbone.stride if self.backbone else 1
+        return stride * self.patch_size[0], stride * self.patch_size[1]
+
+    @property
     def _patched_size(self) -> tuple[int, int]:
         """(height, width) of the array from which patches are cut."""
         return self.backbone.feature_map_size(self.image_size) if self.backbone else self.image_size

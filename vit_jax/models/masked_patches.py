@@ -1,11 +1,11 @@
-"""Mask token and head for masked patch prediction (appendix B.1.2)."""
+"""Mask token, head and patches of images for masked patch prediction (appendix B.1.2)."""
 
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.base import Array, Bool, Float, Int
+from vit_jax.base import Array, Bool, Float, Int, Num
 
 Tokens = Float[Array, 'b n d']
 PatchOutputs = Float[Array, 'b n k']
@@ -37,3 +37,14 @@ class MaskedPatchHead(nn.Module):
         sources = jnp.take_along_axis(patches, corruption.source[..., None], axis=1)
         token = self.token.astype(patches.dtype)
         return jnp.where(corruption.masked[..., None], token, sources)
+
+
+def cut_patches(
+    images: Num[Array, 'b h w c'], grid: tuple[int, int], patch_size: tuple[int, int]
+) -> Num[Array, 'b n p q c']:
+    """Splits images into patches, in row-major order; `patch_size` is (height, width) in pixels."""
+    (rows, columns), (p, q) = grid, patch_size
+    batch, _, _, channels = images.shape
+    images = images[:, : rows * p, : columns * q]
+    patches = images.reshape(batch, rows, p, columns, q, channels).swapaxes(2, 3)
+    return patches.reshape(batch, rows * columns, p, q, channels)

@@ -155,6 +155,13 @@ def abstract_params(config: ModelConfig) -> Params:
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
+def feature_width(config: ModelConfig) -> int:
+    """Returns the width of the input of the head. Features per token have the same width."""
+    image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
+    features = build(config, compute=PORTABLE).features  # needs no device
+    return jax.eval_shape(features, abstract_params(config), image).shape[-1]
+
+
 def count_params(config: ModelConfig) -> int:
     """Returns the number of parameters (ViT paper, table 1)."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(config)))

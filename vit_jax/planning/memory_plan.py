@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from vit_jax.base import UserError, require
+from jax.sharding import Mesh
+
+from vit_jax.base import Params, UserError, require
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
@@ -15,6 +17,9 @@ from vit_jax.models import Remat
 from vit_jax.models.compute import POLICIES
 from vit_jax.planning import ahead_of_time
 from vit_jax.planning.ahead_of_time import DoesNotFitError, Topology
+from vit_jax.training import muon
+from vit_jax.training.optimizer import OptimizerConfig
+from vit_jax.training.param_groups import make_param_groups
 
 _TRIALS = 4  # compilations to find the largest batch
 _NEAR = 0.85  # fraction of the memory above which a quick compilation is not accurate enough
@@ -92,9 +97,19 @@ def compile_step(config: TrainConfig, topology: Topology) -> StepMemory:
     memory = ahead_of_time.compile_for(topology, lowered, quickly=quickly).memory_analysis()
     if quickly and memory.peak_memory_in_bytes > _NEAR * topology.memory:
         memory = ahead_of_time.compile_for(topology, lowered).memory_analysis()
-    shardings = training_run.get_shardings(state)
+    shardings = sharding_rules.get_shardings(state)
     report = sharding_rules.sharding_report(state, shardings, experiment.mesh)
     return StepMemory(memory.argument_size_in_bytes, memory.peak_memory_in_bytes, report)
+
+
+def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh) -> int:
+    """Counts the floating-point operations of Muon's iterations per step, on each device.
+
+    Returns 0 for other kinds, whose updates have no matrix products. `params` may be abstract.
+    """
+    if config.kind != 'muon':
+        return 0
+    return muon.count_flops(params, make_param_groups(config, params).trainable, mesh)
 
 
 def with_remat_policy(config: TrainConfig, remat: Remat) -> TrainConfig:

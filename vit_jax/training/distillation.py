@@ -5,7 +5,6 @@ images ("Knowledge distillation: A good teacher is patient and consistent", Beye
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple, assert_never
 
@@ -14,7 +13,8 @@ import jax.numpy as jnp
 import optax
 
 from vit_jax.base import Array, Batch, Float, Key, Num, Params, records
-from vit_jax.models import Model, ModelConfig, apply_heads, build
+from vit_jax.models import Model, ModelConfig, apply_heads
+from vit_jax.models.model import feature_width
 from vit_jax.training.losses import BatchSums, Loss, example_metrics, make_targets, sum_examples
 
 PROJECTION = 'teacher_projection'  # name of the linear map of features in the parameters
@@ -46,8 +46,7 @@ class Distillation(records.Record):
     def check(self) -> None:
         records.require_between(self, 'task_weight', low=0, below=1)
         records.require_between(self, 'temperature', above=0)
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        changed = [name for name, default in defaults.items() if getattr(self, name) != default]
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         wrong = f'{"".join(changed[:1])}: not used without a teacher; set teacher=CHECKPOINT'
         records.require(self.teacher is not None or not changed, wrong)
         wrong = f'temperature={self.temperature:g}: not used with kind={self.kind}; leave it out'
@@ -87,20 +86,13 @@ def with_projection(student: Model, teacher: Model) -> Model:
     separately. It is used even if both widths are equal, unlike in timm, because it helps then
     too ("Improved Feature Distillation via Projector Ensemble").
     """
-    widths = [_feature_width(model.config) for model in (student, teacher)]
+    widths = [feature_width(model.config) for model in (student, teacher)]
 
     def init(key: Key[Array, '']) -> Params:
         kernel = jax.nn.initializers.lecun_normal()(jax.random.fold_in(key, 0), widths)
         return student.init(key) | {PROJECTION: {'kernel': kernel, 'bias': jnp.zeros(widths[1])}}
 
     return student._replace(init=init)
-
-
-def _feature_width(config: ModelConfig) -> int:
-    model = build(config)  # which needs no kernels of the devices, which need not be attached
-    image = jnp.zeros((1, *config.image_size, config.channels))
-    init = functools.partial(model.init, jax.random.key(0))
-    return jax.eval_shape(lambda: model.features(init(), image)).shape[1]
 
 
 def make_distillation_sums(

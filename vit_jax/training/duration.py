@@ -8,11 +8,8 @@ from vit_jax.base import UserError, plural, records
 UNITS = 'steps', 'epochs', 'examples', 'fraction'
 Interval = int | Literal['epoch']  # a number of steps, or once per epoch
 
-# Defaults. Metrics are logged every 50 steps, and about 20 times in runs of less than 1,000 steps.
-# An evaluation runs about 10 times, or less often, so that it evaluates at most a fifth as many
-# images as the run trains on: evaluating an image takes a third of the time of training on it.
+# Default: metrics are logged every 50 steps, and about 20 times in runs of less than 1,000 steps.
 _LOG_STEPS, _LOG_LINES = 50, 20
-_EVALUATIONS, _EVALUATED_SHARE = 10, 0.2
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -26,9 +23,8 @@ class Duration(records.Record):
 
     def __post_init__(self) -> None:
         given = {unit: value for unit, value in vars(self).items() if value is not None}
-        if len(given) != 1:
-            text = f'expected exactly one of {", ".join(UNITS)}'
-            raise UserError(f'Duration: {text}; got {", ".join(given) or "none"}')
+        text = f'expected exactly one of {", ".join(UNITS)}; got {", ".join(given) or "none"}'
+        records.require(len(given) == 1, f'Duration: {text}')
         super().__post_init__()
 
     def check(self) -> None:
@@ -73,15 +69,6 @@ class TrainLength(NamedTuple):
         """Converts the logging interval to steps; None: a default that depends on the length."""
         default = max(1, min(_LOG_STEPS, self.total_steps // _LOG_LINES))
         return self.interval_steps(every) or default
-
-    def eval_interval_steps(self, every: Interval | None, num_images: int) -> int:
-        """Converts the interval of an evaluation of `num_images` images to steps.
-
-        None: a default that depends on the length and on the number of images.
-        """
-        affordable = _EVALUATED_SHARE * self.total_steps * self.batch_size / num_images
-        count = max(1, min(_EVALUATIONS, int(affordable)))
-        return self.interval_steps(every) or -(-self.total_steps // count)
 
     @property
     def epochs(self) -> float:

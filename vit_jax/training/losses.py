@@ -66,18 +66,6 @@ def make_loss(config: LossConfig | Loss) -> Loss:
     return loss
 
 
-def with_scaled_targets(loss: Loss) -> Loss:
-    """Returns the loss with multi-hot targets scaled to sum to one (any of the classes is right).
-
-    Targets without a class stay zero.
-    """
-
-    def scaled(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
-        return loss(logits, targets / jnp.maximum(1, targets.sum(axis=-1, keepdims=True)))
-
-    return scaled
-
-
 def make_targets(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
     """Returns float32 targets: class numbers (b) are one-hot encoded, rows (b k) are kept."""
     return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels.astype(jnp.float32)
@@ -104,10 +92,6 @@ def sum_examples(
     return BatchSums(sums, mask.sum(dtype=jnp.int32), outputs or {})
 
 
-# Maps logits (b k) and targets (b k) to outputs of each example (b ...), by name.
-OutputsFunction = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], dict[str, Array]]
-
-
 class StepMetrics(NamedTuple):
     """Metrics of one step: arrays from the update, floats after `fit` has read them."""
 
@@ -120,21 +104,6 @@ class StepMetrics(NamedTuple):
         """Means of loss and metrics over the examples, by name; 0 without examples."""
         count = max(1.0, float(self.num_examples))
         return {name: float(total) / count for name, total in self.sums.items()}
-
-
-def logits_and_targets(
-    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
-) -> dict[str, Float[Array, 'b k']]:
-    """Returns the outputs of each example that the mean average precision needs."""
-    return {'logits': logits, 'targets': targets}
-
-
-def labels_and_predictions(
-    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
-) -> dict[str, Num[Array, 'b']]:
-    """Returns class number, predicted class number, and metrics of each example."""
-    numbers = {'label': targets.argmax(axis=-1), 'predicted': logits.argmax(axis=-1)}
-    return numbers | example_metrics(logits, targets)
 
 
 def example_metrics(

@@ -13,6 +13,7 @@ import optax
 from vit_jax.base import UserError, records
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params
 from vit_jax.models import Corruption, ModelConfig, ViTConfig
+from vit_jax.models.masked_patches import cut_patches
 from vit_jax.training.losses import BatchSums, example_metrics, sum_examples
 
 Target = Literal['mean_color', 'colors_4x4', 'pixels']
@@ -71,7 +72,7 @@ def configure_for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfi
 
 def _outputs_per_patch(model: ViTConfig, target: Target) -> int:
     """Returns the number of outputs per patch."""
-    (height, width), (rows, columns) = patch_size_in_pixels(model), model.grid
+    (height, width), (rows, columns) = model.patch_size_in_pixels, model.grid
     size = f'patches of {height}x{width} pixels'
     is_inside = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
     wrong = f'config.model.image_size={model.image_size}: {size} extend beyond the image'
@@ -82,16 +83,6 @@ def _outputs_per_patch(model: ViTConfig, target: Target) -> int:
     fits = height % cells == 0 == width % cells
     records.require(fits, f'config.objective.target={target}: {size} are not divisible by {cells}')
     return cells**2 * NUM_COLORS
-
-
-def patch_size_in_pixels(model: ViTConfig) -> tuple[int, int]:
-    """Returns (height, width) of a patch in pixels of the image.
-
-    In a hybrid, a patch on the feature map corresponds to `stride` times as many pixels per side.
-    Its receptive field is larger.
-    """
-    stride = 1 if model.backbone is None else model.backbone.stride
-    return stride * model.patch_size[0], stride * model.patch_size[1]
 
 
 def make_patch_loss_sums(
@@ -116,7 +107,7 @@ def make_patch_loss_sums(
       an example are means over its corrupted patches. A key enables dropout.
     """
     patches = math.prod(model.grid)
-    cut = functools.partial(cut_patches, grid=model.grid, patch_size=patch_size_in_pixels(model))
+    cut = functools.partial(cut_patches, grid=model.grid, patch_size=model.patch_size_in_pixels)
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         draw = functools.partial(corrupt, config=config, patches=patches)
@@ -156,17 +147,6 @@ def corrupt(
     offset = jax.random.randint(source_key, (patches,), 1, max(2, patches))  # never 0
     source = jnp.where(replaced, (index + offset) % patches, index)
     return corrupted, Corruption(masked, source)
-
-
-def cut_patches(
-    images: Num[Array, 'b h w c'], grid: tuple[int, int], patch_size: tuple[int, int]
-) -> Num[Array, 'b n p q c']:
-    """Splits images into patches, in row-major order; `sides` is (height, width) in pixels."""
-    (rows, columns), (p, q) = grid, patch_size
-    batch, _, _, channels = images.shape
-    images = images[:, : rows * p, : columns * q]
-    patches = images.reshape(batch, rows, p, columns, q, channels).swapaxes(2, 3)
-    return patches.reshape(batch, rows * columns, p, q, channels)
 
 
 def mean_colors(patches: Num[Array, 'b n p q c'], cells: int) -> Int[Array, 'b n k']:

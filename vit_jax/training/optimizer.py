@@ -11,16 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from vit_jax.base import Array, Float, Int, Params, UserError, plural, records, tree_names
 from vit_jax.training import muon
 from vit_jax.training.duration import Duration, TrainLength
-from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig, make_param_groups
+from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig
 from vit_jax.training.sharpness import Sam
 
-Schedule = Callable[[Int[Array, '']], Float[Array, '']]
-OptimizerFunction = Callable[[Schedule], optax.GradientTransformation]
+OptimizerFunction = Callable[[optax.Schedule], optax.GradientTransformation]
 Kind = Literal['adamw', 'sgd', 'adafactor', 'muon', 'lamb']
 Decay = Literal['cosine', 'linear', 'rsqrt', 'constant']
 # Options of each optimizer with their defaults.
@@ -76,9 +74,9 @@ class OptimizerConfig(ParamGroupsConfig):
     """Optimizer: AdamW, SGD with momentum, Adafactor as in ViT-g, Muon, LAMB, or your own function.
 
     Muon applies to the kernels of blocks and of the convolutions in stages, and AdamW to all other
-    parameters. Both share learning rate and weight decay. LAMB scales each update that has weight decay by the trust ratio of its
-    parameter, with one ratio per block. The default values are b1=0.9, b2=0.999, epsilon=1e-8
-    (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
+    parameters. Both share learning rate and weight decay. LAMB scales each update that has weight
+    decay by the trust ratio of its parameter, with one ratio per block. The default values are
+    b1=0.9, b2=0.999, epsilon=1e-8 (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
 
     A function f(schedule) returns an optax optimizer, which replaces moments, weight decay and
     learning rate. `clip_norm`, frozen parameters and learning rate factors still apply.
@@ -104,7 +102,7 @@ class OptimizerConfig(ParamGroupsConfig):
                 _require_kind(self, kinds, f'{name}={value}')
 
 
-def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
+def make_schedule(config: ScheduleConfig, length: TrainLength) -> optax.Schedule:
     """Makes the schedule, which maps a step to the learning rate.
 
     As in the paper's code, the decay starts after the warmup, and warmup multiplies the rate by
@@ -148,7 +146,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Schedule:
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: Schedule, groups: ParamGroups
+    config: OptimizerConfig, schedule: optax.Schedule, groups: ParamGroups
 ) -> optax.GradientTransformation:
     """Makes the optimizer. Frozen parameters have no moments.
 
@@ -179,7 +177,7 @@ def make_optimizer(
     return optax.chain(*chain)
 
 
-def _make_core(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+def _make_core(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Makes the moments of a named kind, or the whole optimizer of a function."""
     if not isinstance(config.kind, str):
         made = config.kind(schedule)
@@ -225,9 +223,7 @@ def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransfo
         return jnp.minimum(b2, 1 - (step + 1.0) ** -exponent)
 
     def scale(min_size: int, *, vectors: bool) -> optax.GradientTransformation:
-        rms = optax.scale_by_factored_rms(
-            min_dim_size_to_factor=min_size, decay_rate_fn=decay, epsilon=1e-30
-        )
+        rms = optax.scale_by_factored_rms(min_dim_size_to_factor=min_size, decay_rate_fn=decay)
 
         def selects(name: str, leaf: Any) -> bool:  # ignores the axis of stacked blocks
             return (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors
@@ -254,11 +250,8 @@ def _scale_by_trust_ratio() -> optax.GradientTransformation:
 
 def find_schedule_free(opt_state: Any) -> Any:
     """Returns the state of a schedule-free optimizer of optax.contrib; None if there is none."""
-
-    def is_found(node: Any) -> bool:
-        return isinstance(node, optax.contrib.ScheduleFreeState)
-
-    return next(filter(is_found, jax.tree.leaves(opt_state, is_leaf=is_found)), None)
+    states = optax.tree.get_all_with_path(opt_state, 'ScheduleFreeState')
+    return states[0][1] if states else None
 
 
 def schedule_free_average(opt_state: Any, params: Params) -> Params | None:
@@ -289,13 +282,3 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
     first = jax.jit(lambda: find_schedule_free(optimizer.init(optax.tree.zeros_like(params))).b1)
     wrong = 'optimizer.kind: a schedule-free optimizer with b1=0 has no average; expected b1 > 0'
     records.require(float(first()) > 0, wrong)
-
-
-def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh) -> int:
-    """Counts the floating-point operations of Muon's iterations per step, on each device.
-
-    Returns 0 for other kinds, whose updates have no matrix products. `params` may be abstract.
-    """
-    if config.kind != 'muon':
-        return 0
-    return muon.count_flops(params, make_param_groups(config, params).trainable, mesh)

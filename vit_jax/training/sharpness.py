@@ -13,7 +13,6 @@ import optax
 from vit_jax.base import Array, Batch, Float, Int, Key, Params, records
 from vit_jax.training.losses import BatchSums
 
-Rate = Callable[[Int[Array, '']], Float[Array, '']]  # maps a step to a number
 Gradient = tuple[Params, BatchSums]  # gradient of the summed loss, and the sums
 # Maps (parameters, batch, dropout key) to a gradient.
 GradientFunction = Callable[[Params, Batch, Key[Array, '']], Gradient]
@@ -43,7 +42,7 @@ class Sam(records.Record):
 
 
 def make_sharpener(
-    config: Sam | None, schedule: Rate, *, peak: float, total_steps: int
+    config: Sam | None, schedule: optax.Schedule, *, peak: float, total_steps: int
 ) -> Sharpener | None:
     """Makes the function that replaces the gradient of a batch by that of SAM or GSAM.
 

@@ -11,8 +11,8 @@ import optax
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.distillation import PROJECTION
-from vit_jax.training.losses import BatchSums, Loss, OutputsFunction, StepMetrics
-from vit_jax.training.optimizer import Schedule, schedule_free_average
+from vit_jax.training.losses import BatchSums, Loss, StepMetrics
+from vit_jax.training.optimizer import schedule_free_average
 from vit_jax.training.sharpness import GradientFunction, Sharpener
 
 # Purposes of PRNG keys; no key has two purposes. The step is folded into the key of DROP, and with
@@ -78,31 +78,12 @@ def make_purpose_key(seed: int, purpose: int) -> Key[Array, '']:
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
-def make_init(
-    init: Callable[[Key[Array, '']], Params],
-    optimizer: optax.GradientTransformation,
-    *,
-    seed: int,
-    with_ema: bool,
-) -> Callable[..., TrainState]:
-    """Makes a function that returns the state before the first step, for compilation with jit.
-
-    The function takes parameters, such as those of a checkpoint; by default they are random.
-    """
-
-    def initial_state(params: Params | None = None) -> TrainState:
-        params = init(key_for(seed, INITIALIZE, 0)) if params is None else params
-        return TrainState.initial(params, optimizer, with_ema=with_ema)
-
-    return initial_state
-
-
 def make_loss_sums(
     apply: Callable[..., Float[Array, 'b k']],
     loss: Loss,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
     *,
-    outputs: OutputsFunction | None = None,
+    outputs: Callable[..., dict[str, Array]] | None = None,
 ) -> Callable[..., BatchSums]:
     """Makes the function that computes loss and metrics, in training and evaluation.
 
@@ -110,7 +91,7 @@ def make_loss_sums(
       apply: Maps (params, images, key) to logits; see `Model`.
       loss: Maps (logits, targets) to one loss per example.
       normalize: Maps images with pixels from 0 to 255 to the input of the model.
-      outputs: Maps (logits, targets) to outputs of each example, for `BatchSums.outputs`.
+      outputs: Maps (logits, targets) to outputs of each example by name, for `BatchSums.outputs`.
 
     Returns:
       `loss_sums(params, batch, key=None)`, which sums the loss and each of `example_metrics` over
@@ -129,7 +110,7 @@ def make_loss_sums(
 def make_update(
     loss_sums: Callable[..., BatchSums],
     optimizer: optax.GradientTransformation,
-    schedule: Schedule,
+    schedule: optax.Schedule,
     *,
     augment: Callable[..., Batch] = lambda key, batch: batch,
     stop_frozen_gradients: Callable[[Params], Params] = lambda params: params,
@@ -209,9 +190,7 @@ def _make_gradients(
     """Makes the function from (params, batch, key) to the gradient of the summed loss and sums."""
     options = {} if teacher is None else {'teacher': teacher}
 
-    def total(
-        params: Params, batch: Batch, key: Key[Array, '']
-    ) -> tuple[Float[Array, ''], BatchSums]:
+    def total(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Array, BatchSums]:
         batch_sums = loss_sums(stop(params), batch, key, **options)
         return batch_sums.sums['loss'], batch_sums
 

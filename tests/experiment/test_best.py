@@ -26,7 +26,7 @@ def experiment(**changes):
     schedule = ScheduleConfig(learning_rate=0.03, warmup=Duration(steps=2))
     values = {'evals': evals, 'keep_best': 'val/accuracy', 'patience': 2, 'eval_split': 'test'}
     values |= {'total': Duration(steps=60), 'schedule': schedule, 'ema_decay': 0.5}
-    values |= {'checkpoint_every_steps': 3, 'keep_checkpoints': 1}
+    values |= {'checkpoint_every_steps': 4, 'keep_checkpoints': 1}
     return tiny.experiment(**(values | changes))
 
 
@@ -40,6 +40,7 @@ def test_a_run_without_improvement_is_complete_however_often_it_was_killed(tmp_p
     whole = training_run.train(experiment(), str(tmp_path / 'whole'))
     best, last = whole.selection.step, int(whole.state.step)
     assert last == best + 4 < 60 and kept(whole) == [best, last]
+    assert best % 4 > 0  # no other checkpoint is due there
     values = history.read_history(whole.folder, '').numbers['val/accuracy']
     assert values[best] == whole.selection.value == max(values.values())
     assert 'end' in whole.evals

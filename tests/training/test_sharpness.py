@@ -70,8 +70,8 @@ def test_parts_of_a_batch_share_one_perturbation():
     batch = BATCH | {'mask': jnp.arange(8) % 3 > 0}  # parts of unequal weight
     whole, parts = (step(noisy_sums, GSAM, params, batch, accumulation_steps=n) for n in (1, 4))
     chex.assert_trees_all_close(parts, whole, rtol=1e-5, atol=1e-6)  # sums in another order
-    nothing, _ = step(noisy_sums, GSAM, params, batch | {'mask': jnp.zeros(8, bool)})
-    assert optax.tree.norm(nothing) == 0
+    nothing, metrics = step(noisy_sums, GSAM, params, batch | {'mask': jnp.zeros(8, bool)})
+    assert optax.tree.norm(nothing) == 0 == metrics.scalars['skipped']
 
 
 def test_both_passes_have_the_same_dropout_and_metrics_are_of_the_first():

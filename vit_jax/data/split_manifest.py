@@ -29,7 +29,7 @@ class SplitManifest(NamedTuple):
 
 
 def make_split_manifest(source: Source) -> SplitManifest:
-    """Lists the images of a split; reads at most `MAX_EAGER_SIZES` sizes that are not in memory."""
+    """Lists the images of a split. If file sizes are not in memory, reads the first ones only."""
     indices, classes = range(len(source)), source.class_names
     eager = indices if source.sizes_in_memory else indices[:MAX_EAGER_SIZES]
     labels = ['?'] * len(source)

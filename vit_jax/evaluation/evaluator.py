@@ -227,7 +227,7 @@ def average_precisions(
 
 
 def find_eval_interval(length: TrainLength, every: Interval | None, num_images: int) -> int:
-    """Converts the interval of an evaluation of `num_images` images during training to steps.
+    """Returns the number of training steps between two evaluations of `num_images` images.
 
     None: a default that depends on the length of the training and on the number of images.
     """

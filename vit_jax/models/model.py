@@ -156,7 +156,7 @@ def abstract_params(config: ModelConfig) -> Params:
 
 
 def feature_width(config: ModelConfig) -> int:
-    """Returns the width of the input of the head. Features per token have the same width."""
+    """Returns the width of the head's input and of the features per token."""
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
     features = build(config, compute=PORTABLE).features  # needs no device
     return jax.eval_shape(features, abstract_params(config), image).shape[-1]

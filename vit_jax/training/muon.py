@@ -50,8 +50,8 @@ def scale_by_muon(momentum: float, moment_dtype: str) -> optax.GradientTransform
 def count_flops(params: Params, trainable: Any, mesh: Mesh) -> int:
     """Counts the floating-point operations of the iterations per step, on each device.
 
-    `params` may be abstract. `trainable` is a tree of booleans. Each device computes all
-    convolutions, unless XLA splits them.
+    `params` may be abstract. `trainable` is a tree of booleans. Each device iterates
+    on the kernels of all convolutions, unless XLA splits them.
     """
     is_trained, operations = tree_names.named_leaves(trainable), 0
     for name, leaf in tree_names.named_leaves(params).items():
@@ -66,8 +66,8 @@ def count_flops(params: Params, trainable: Any, mesh: Mesh) -> int:
 def _matrix_axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
     """Returns the input and output axes of a kernel.
 
-    In a kernel of blocks, axis 0, the depth, is a batch axis. The rows of a convolution's matrix
-    are all inputs of its window.
+    Axis 0 of a kernel of blocks is the depth, a batch axis. The matrix of a convolution has one row
+    for each input of its window.
     """
     if not name.startswith(BLOCKS):
         return optax.contrib.MuonDimensionNumbers((0, 1, 2), (3,))

@@ -223,6 +223,7 @@ def test_the_same_values_are_the_same_programs_and_batches():
         (ViTConfig, {'head_bias': float('nan')}, 'head_bias=nan'),
         (OptimizerConfig, {'frozen': ('(',)}, r"'\('"),
         (Sam, {'rho_min': 1.0}, 'rho_min=1'),
+        (Sam, {'rho': 0.0, 'alpha': 0.6}, 'alpha=0.6'),
         (MeshConfig, {'rules': (('(', ('data',)),)}, r"'\('"),
     ],
 )

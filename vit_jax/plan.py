@@ -19,7 +19,7 @@ import jax
 from vit_jax.cli import app
 from vit_jax.distributed import meshes
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import abstract_params, count_multiply_adds, count_params
+from vit_jax.models import count_multiply_adds, count_params
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.planning.ahead_of_time import GIB, DoesNotFitError
 from vit_jax.planning.memory_plan import StepMemory
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'mesh        {meshes.format_mesh(mesh)}')
     print(f'model       {count_params(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')
-    params = abstract_params(model)
+    params = jax.eval_shape(experiment.init).params
     if update := memory_plan.count_update_operations(config.optimizer, params, mesh):
         share = update / (6 * count_multiply_adds(model) * batch_size / count)
         print(f'optimizer   muon: {update / 1e12:.3g} TFLOP per step on each device, ', end='')

@@ -75,7 +75,7 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
         if planned_runs.is_complete(folder, run):
             continue
         label = f'{number} of {len(chosen)}  {run.name}'
-        if holder := planned_runs.find_holder(folder, run):
+        if holder := workdirs.find_holder(folder / run.name):
             print(f'{label}  is being trained by {holder}', flush=True)
             continue
         try:

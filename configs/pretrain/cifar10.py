@@ -30,7 +30,7 @@ MODEL = ViTConfig(
 
 def get_config() -> TrainConfig:
     """Returns the experiment; --config.data sets the folder."""
-    config = without_muon()
+    config = base_config()
     # RMSNorm, the quick GELU and layout=flat are faster on a CPU.
     config.model = dataclasses.replace(MODEL, norm='rms', gelu='quick')
     config.compute = Compute(layout='flat')
@@ -40,7 +40,7 @@ def get_config() -> TrainConfig:
     return config
 
 
-def without_muon() -> TrainConfig:
+def base_config() -> TrainConfig:
     """Returns the experiment with AdamW from which other configurations derive."""
     return TrainConfig(
         data='cifar10',

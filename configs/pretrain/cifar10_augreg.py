@@ -29,7 +29,7 @@ def get_config(level: str = 'mild') -> TrainConfig:
     if level == 'mild':
         augmentation.randaugment.layers = 1
     return dataclasses.replace(
-        cifar10.without_muon(),
+        cifar10.base_config(),
         train_split='train[:5%]',
         model=dataclasses.replace(cifar10.MODEL, patch_size=(8, 8)),
         augmentation=augmentation,

@@ -39,7 +39,7 @@ def get_config(name: str = 'vit') -> TrainConfig:
     """Returns the experiment of a model; --config.data sets the folder."""
     model = dataclasses.replace(MODELS[name])
     return dataclasses.replace(
-        cifar10.without_muon(),
+        cifar10.base_config(),
         model=model,
         augmentation=Augmentation(
             shift_pixels=model.image_size[0] // 8,

@@ -24,7 +24,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 def get_config() -> TrainConfig:
     """Returns the experiment; --config.data sets the folder."""
     return dataclasses.replace(
-        cifar10.without_muon(),
+        cifar10.base_config(),
         model=ViTConfig(
             image_size=(40, 40),
             patch_size=(1, 1),

@@ -20,7 +20,7 @@ from vit_jax.training.masked_patches import MaskedPatches
 
 def get_config() -> TrainConfig:
     """Returns the experiment; --config.data sets the folder."""
-    config = cifar10.without_muon()
+    config = cifar10.base_config()
     config.objective = MaskedPatches()
     config.total = Duration(steps=4000)
     return config

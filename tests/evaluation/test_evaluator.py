@@ -17,10 +17,15 @@ from vit_jax.data.loading import make_reader
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.evaluation import evaluator, features, head
-from vit_jax.evaluation.evaluator import batches_on_all_devices, make_evaluator
+from vit_jax.evaluation.evaluator import (
+    batches_on_all_devices,
+    find_eval_interval,
+    make_evaluator,
+    with_scaled_targets,
+)
 from vit_jax.experiment import training_run
-from vit_jax.training.duration import Duration
-from vit_jax.training.losses import sum_examples
+from vit_jax.training.duration import Duration, make_train_length
+from vit_jax.training.losses import LossConfig, make_loss, make_targets, sum_examples
 
 VALUES = np.arange(1, 51, dtype=np.uint8)  # the pixels of each image
 IMAGES = np.broadcast_to(VALUES[:, None, None], (50, 8, 8))
@@ -178,3 +183,18 @@ def test_average_precision_is_the_mean_precision_at_each_hit():
     np.testing.assert_allclose(found, [*expected, np.nan])  # a class of no image has no precision
     with pytest.raises(UserError, match='4 images'):
         evaluator.average_precisions(scores, 0 * with_absent)
+
+
+def test_evaluations_are_about_ten_and_of_at_most_a_fifth_as_many_images_as_are_trained_on():
+    length = make_train_length(Duration(steps=300), batch_size=32, num_images=1000)
+    found = [find_eval_interval(length, None, images) for images in (48, 480, 50_000)]
+    assert found == [30, 75, 300]  # 10 * 48 and 4 * 480 are below 1,920; then only at the end
+    assert find_eval_interval(length, 7, 50_000) == 7
+
+
+def test_where_any_class_is_right_an_image_without_one_is_still_a_number():
+    logits = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
+    labels = jnp.array([[1, 1, 0], [0, 0, 0]])
+    found = with_scaled_targets(make_loss(LossConfig()))(logits, make_targets(labels, 3))
+    logs = logits[0] - np.log(np.exp(logits[0]).sum())
+    np.testing.assert_allclose(found, [-(logs[0] + logs[1]) / 2, 0], rtol=1e-6)

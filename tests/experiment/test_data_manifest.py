@@ -14,7 +14,6 @@ from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints import digests
 from vit_jax.config import EvalConfig, write_config
-from vit_jax.data import split_manifest
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.opening import make_opener
@@ -58,6 +57,10 @@ CHANGES = {
     'other classes': (
         RECORD._replace(class_names=['ant', 'cat', 'bee']),
         ["2 changed classes: 'bee' to 'cat', 'cat' to 'bee'"],
+    ),
+    'renamed class': (
+        RECORD._replace(class_names=['bee', 'cat', 'wasp']),
+        ["1 removed class: 'ant'", "1 added class: 'wasp'"],
     ),
     'image listed twice': (
         RECORD._replace(names=[*NAMES, '0.jpg'], labels=[*LABELS, 'ant'], sizes=[*SIZES, 1000]),
@@ -117,9 +120,10 @@ def start(folder, sources, *, accept=False, job=None):
     (folder / 'checkpoints' / '5').mkdir(parents=True, exist_ok=True)
 
 
-def rejected(folder, sources, *texts, accept=False):
-    with pytest.raises(UserError, match='--accept_data_changes') as e:
+def rejected(folder, sources, *texts, accept=False, acceptable=True):
+    with pytest.raises(UserError, match='the data has changed') as e:
         start(folder, sources, accept=accept)
+    assert ('--accept_data_changes' in str(e.value)) == acceptable
     for text in texts:
         assert text in str(e.value)
 
@@ -205,15 +209,15 @@ def test_a_missing_or_damaged_record_is_warned_of_and_written_again(
 def test_another_number_of_classes_cannot_be_accepted(photos, tmp_path):
     start(tmp_path / 'run', sources_of(photos))
     for split in 'train', 'test':
-        (photos / split / 'emu').mkdir()
-        (photos / split / 'emu' / '0.jpg').write_bytes(b'x')
+        (photos / split / 'ape').mkdir()
+        (photos / split / 'ape' / '0.jpg').write_bytes(b'x')
     for accept in False, True:
-        line = "train: 1 changed class: None to 'emu'"
-        rejected(tmp_path / 'run', sources_of(photos), line, accept=accept)
+        line = "train: 1 added class: 'ape'"
+        rejected(tmp_path / 'run', sources_of(photos), line, accept=accept, acceptable=False)
 
 
 def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path, monkeypatch):
-    monkeypatch.setattr(split_manifest, 'MAX_EAGER_SIZES', 4)
+    monkeypatch.setattr(data_manifest, '_MAX_SIZES', 4)
     for i in range(1100):  # they are read in blocks of 1024
         (photos / f'train/cat/more{i}.jpg').write_bytes(b'x')
     folder = tmp_path / 'run'
@@ -234,7 +238,7 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
     sources, never = sources_of(photos), threading.Event()
     trained = sources['trained on train']
     start(tmp_path, sources)
-    monkeypatch.setattr(split_manifest, 'MAX_EAGER_SIZES', 4)
+    monkeypatch.setattr(data_manifest, '_MAX_SIZES', 4)
 
     def size_of(index):
         if index >= 4:
@@ -260,8 +264,8 @@ class TwoHosts(Job):
     def require_equal(self, name, facts, describe=None):
         if self.index == 0:
             self.facts[name] = json.dumps(facts)
-        elif lines := describe(json.loads(self.facts[name])):
-            raise UserError('\n'.join(lines))
+        elif (theirs := json.loads(self.facts[name])) != facts:
+            raise UserError('\n'.join(describe(theirs, facts)))
 
 
 def test_a_host_with_other_images_is_rejected_with_examples(photos, tmp_path):

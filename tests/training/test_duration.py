@@ -1,7 +1,6 @@
 import pytest
 
 from vit_jax.base import records
-from vit_jax.evaluation.evaluator import find_eval_interval
 from vit_jax.training.duration import Duration, make_train_length
 
 
@@ -46,13 +45,6 @@ def test_a_short_training_reports_about_twenty_times(epochs, batch_size, num_ima
     assert (length.log_interval_steps(None), length.interval_steps('epoch')) == (log, evaluate)
     assert length.log_interval_steps(7) == length.interval_steps(7) == 7
     assert length.interval_steps(None) is None and length.log_interval_steps('epoch') == evaluate
-
-
-def test_evaluations_are_about_ten_and_of_at_most_a_fifth_as_many_images_as_are_trained_on():
-    length = make_train_length(Duration(steps=300), batch_size=32, num_images=1000)
-    found = [find_eval_interval(length, None, images) for images in (48, 480, 50_000)]
-    assert found == [30, 75, 300]  # 10 * 48 and 4 * 480 are below 1,920; then only at the end
-    assert find_eval_interval(length, 7, 50_000) == 7
 
 
 @pytest.mark.parametrize(

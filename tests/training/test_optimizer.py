@@ -54,6 +54,11 @@ def test_decays_are_their_formulas():
     np.testing.assert_allclose(found, [1, 1.5**-0.5, 2**-0.5, 3**-0.5], rtol=1e-6)
 
 
+def test_a_timescale_of_no_step_is_refused():
+    with pytest.raises(UserError, match='rsqrt_timescale.examples=4: got 0 steps'):
+        rates([0], kind='rsqrt', rsqrt_timescale=Duration(examples=4))
+
+
 def test_a_warmup_longer_than_the_run_is_refused():
     with pytest.raises(ValueError, match='config.schedule'):
         rates([0], warmup=90, cooldown=Duration(fraction=0.2))

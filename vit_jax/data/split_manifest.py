@@ -1,25 +1,22 @@
 """The manifest of a split: its class names, image names, labels and sizes, in order.
 
-Two manifests show which images of a data set were added, removed, replaced or relabeled.
+Two manifests show which images of a data set were added, removed or replaced.
 """
 
-import itertools
 from collections import Counter
 from typing import NamedTuple
 
 from vit_jax.base import plural
 from vit_jax.data.sources.base import Source, make_names_relative
 
-MAX_EAGER_SIZES = 16_384  # file sizes that `make_split_manifest` reads; a run reads the rest later
-
 
 class SplitManifest(NamedTuple):
     """The images of a split in order, as JSON values.
 
-    A label is a class name, or comma-separated class names. A size is a file size, or a number that
-    changes with the image (see `Source.size_of`). If labels are not in memory, each label is a
-    question mark, and changed labels are detected by the sizes, which depend on image and label.
-    The sizes of the last images may be missing.
+    A label is a class name, or comma-separated class names. A size is the size of the image's file,
+    or another number that changes with the image (see `Source.size_of`). If labels are not in
+    memory, each label is a question mark, and the size also changes with the label. The sizes of
+    the last images may be missing.
     """
 
     class_names: list[str]
@@ -28,10 +25,10 @@ class SplitManifest(NamedTuple):
     sizes: list[int]
 
 
-def make_split_manifest(source: Source) -> SplitManifest:
-    """Lists the images of a split. If file sizes are not in memory, reads the first ones only."""
+def make_split_manifest(source: Source, *, max_sizes: int) -> SplitManifest:
+    """Lists the images of a split. If sizes are not in memory, reads at most `max_sizes`."""
     indices, classes = range(len(source)), source.class_names
-    eager = indices if source.sizes_in_memory else indices[:MAX_EAGER_SIZES]
+    eager = indices if source.sizes_in_memory else indices[:max_sizes]
     labels = ['?'] * len(source)
     if source.labels_in_memory and source.multi_label:
         labels = [', '.join(classes[i] for i in row.nonzero()[0]) for row in source.labels]
@@ -51,8 +48,11 @@ def describe_differences(old: SplitManifest, new: SplitManifest) -> list[str]:
     examples = {'replaced image': [repr(x) for x, size in sizes if size_of.get(x, size) != size]}
     if old[:3] != new[:3]:
         before, after = (Counter(map('{!r} ({})'.format, x.names, x.labels)) for x in (old, new))
-        classes = itertools.zip_longest(old.class_names, new.class_names)
-        examples['changed class'] = [f'{a!r} to {b!r}' for a, b in classes if a != b]
+        examples['removed class'] = [repr(x) for x in old.class_names if x not in new.class_names]
+        examples['added class'] = [repr(x) for x in new.class_names if x not in old.class_names]
+        if not (examples['removed class'] or examples['added class']):
+            classes = zip(old.class_names, new.class_names, strict=True)
+            examples['changed class'] = [f'{a!r} to {b!r}' for a, b in classes if a != b]
         examples['removed image'] = [*(before - after).elements()]
         examples['added image'] = [*(after - before).elements()]
         if not any(examples.values()):

@@ -50,7 +50,7 @@ _CLUSTER = (
 _RESUME = 'the same command resumes from the newest checkpoint'
 # Errors of gloo, NCCL and jax if another process has exited or is late.
 _GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error|^DEADLINE_EXCEEDED|^UNAVAILABLE'
-Compare = Callable[[Any], list[str]]  # describes differences from the values of process 0
+Compare = Callable[[Any, Any], list[str]]  # describes how two values differ
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -169,11 +169,13 @@ class Job:
         Args:
           name: What is compared, for the message.
           facts: The JSON values of this process.
-          describe: Describes differences from the values of process 0; by default, lists fields.
+          describe: Maps (values of process 0, values of this process) to their differences; by
+            default, it lists fields.
         """
         text = json.dumps(facts)
         expected = json.loads(self.broadcast_text(name, lambda: text))
-        diff = describe(expected) if describe else records.differences(expected, json.loads(text))
+        ours = json.loads(text)
+        diff = (describe or records.differences)(expected, ours) if expected != ours else []
         raise_all([f'{name}: {self} differs from process 0:', *diff] if diff else [], shown=21)
         self.barrier(name)
 

@@ -27,9 +27,9 @@ from vit_jax.training.losses import BatchSums, Loss
 # Wraps an iterator of batches, for example to show progress.
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
-# By default, an evaluation runs about 10 times in a training, or less often, so that it evaluates
-# at most a fifth as many images as the run trains on: evaluating an image takes a third of the time
-# of training on it.
+# By default, each evaluation runs 10 times; fewer times if it would evaluate more than a fifth as
+# many images as are trained on; but at least once. Evaluating an image takes a third of the time of
+# training on it.
 _EVALUATIONS, _EVALUATED_SHARE = 10, 0.2
 
 
@@ -229,7 +229,7 @@ def average_precisions(
 def find_eval_interval(length: TrainLength, every: Interval | None, num_images: int) -> int:
     """Returns the number of training steps between two evaluations of `num_images` images.
 
-    None: a default that depends on the length of the training and on the number of images.
+    If `every` is None, the interval depends on the training length and on `num_images`.
     """
     affordable = _EVALUATED_SHARE * length.total_steps * length.batch_size / num_images
     count = max(1, min(_EVALUATIONS, int(affordable)))

@@ -396,19 +396,18 @@ def _make_training(
         model = distillation.with_projection(model, teacher.model)
     if (until := config.patch_dropout_until) is not None:
         late = length.to_steps(until), sums[1][0]
-        wrong = f'config.patch_dropout_until.{until} is step {late[0]}'
-        wanted = f'expected a step from 1 to {length.total_steps - 1}'
-        require(0 < late[0] < length.total_steps, f'{wrong}; {wanted}; or leave it out')
+        wrong = f'config.patch_dropout_until.{until}: got step {late[0]}; expected more than 0 and '
+        require(0 < late[0] < length.total_steps, f'{wrong}less than {length.total_steps}')
     schedule = make_schedule(config.schedule, length)
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    groups = make_param_groups(config.optimizer, params)
+    abstract = jax.eval_shape(model.init, jax.random.key(0))
+    groups = make_param_groups(config.optimizer, abstract)
     optimizer = make_optimizer(config.optimizer, schedule, groups)
     with_ema = config.ema_decay is not None
     peak, sam = config.schedule.learning_rate, config.optimizer.sharpness
     if not isinstance(config.optimizer.kind, str):
-        check_optimizer(optimizer, groups, params, with_ema=with_ema)
+        check_optimizer(optimizer, groups, abstract, with_ema=with_ema)
 
-    def initial_state(params: Params | None = None) -> TrainState:
+    def init(params: Params | None = None) -> TrainState:
         if params is None:
             params = model.init(updates.key_for(config.seed, updates.INITIALIZE, 0))
         return TrainState.initial(params, optimizer, with_ema=with_ema)
@@ -426,4 +425,4 @@ def _make_training(
         late=late,
         sharpen=make_sharpener(sam, schedule, peak=peak, total_steps=length.total_steps),
     )
-    return initial_state, update, sums[0][1], groups.report
+    return init, update, sums[0][1], groups.report

@@ -2,7 +2,7 @@
 
 The manifest has a `SplitManifest` for each split. A run that starts or resumes compares it with the
 data, to detect changed data and data that differs between hosts. Sizes of files beyond the first
-`MAX_EAGER_SIZES` are compared in the background.
+16,384 of a split are compared in the background.
 
 If the data or the split changes, the images that the run was trained on before stay in the
 manifest, under a split name that starts with `TRAINED_PREFIX`. `vit_jax.evaluate` compares them
@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from typing import Any
 
 from vit_jax.base import Path, UserError, storage, usable
 from vit_jax.checkpoints import digests
@@ -30,6 +31,7 @@ from vit_jax.evaluation.probing import Probes
 from vit_jax.experiment.workdirs import MANIFEST, Workdir
 
 TRAINED_PREFIX = 'trained on '  # prefix of the names of training splits in the manifest
+_MAX_SIZES = 16_384  # sizes of a split that are read before training, not in the background
 _BLOCK = 1024  # sizes that the background check reads before it tests whether to stop
 
 Manifest = dict[str, SplitManifest]
@@ -75,7 +77,7 @@ def compare_data(
         differs between processes.
     """
     path, recorded, stop = workdir.folder / MANIFEST, Manifest(), threading.Event()
-    splits = {name: make_split_manifest(source) for name, source in sources.items()}
+    splits = {x: make_split_manifest(one, max_sizes=_MAX_SIZES) for x, one in sources.items()}
     if job.index == 0:
         if digests.list_steps(workdir.folder / FOLDER):  # otherwise nothing was learned yet
             recorded = read_manifest(path)
@@ -85,10 +87,9 @@ def compare_data(
     if job.count > 1:
         ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
 
-        def describe(theirs: dict[str, str]) -> list[str]:
-            if theirs == ours:
-                return []
-            return [*_describe_changes(read_manifest(path), splits).values()] or ['splits differ']
+        def describe(*_: Any) -> list[str]:
+            changes = _describe_changes(read_manifest(path), splits)
+            return [*changes.values()] or ['the names of the splits']
 
         job.require_equal('the data', ours, describe)
     complete = dict(splits) if job.index == 0 else {}  # process 0 compares and writes
@@ -119,11 +120,11 @@ def _update(workdir: Workdir, recorded: Manifest, splits: Manifest, *, accept: b
     if changes:
         text = f'{workdir.folder}: the data has changed since the run started:'
         text = '\n  '.join([text, *changes.values()])
-        counts = [{len(one[name].class_names) for one in (recorded, splits)} for name in changes]
-        if not accept or max(map(len, counts)) > 1:
+        fits = all(len(recorded[x].class_names) == len(splits[x].class_names) for x in changes)
+        if not (accept and fits):
             again = f'train in another --workdir with --config.start_from={workdir.folder}'
-            accepted = 'resume with --accept_data_changes if the number of classes is the same'
-            raise UserError(f'{text}\nrestore the data; or {again}; or {accepted}')
+            accepted = '; or resume with --accept_data_changes' if fits else ''
+            raise UserError(f'{text}\nrestore the data; or {again}{accepted}')
         logging.warning('%s', text)
     updated, step = dict(splits), max(digests.list_steps(workdir.folder / FOLDER), default=0)
     for name, old in recorded.items():

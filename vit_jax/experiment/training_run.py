@@ -165,8 +165,7 @@ def make_selection(experiment: Experiment) -> Selection | None:
     name, _, metric = metric.partition('/')
     every, end = find_eval_intervals(experiment)[name], experiment.length.total_steps
     wrong = f'config.patience={config.patience}: {name} is evaluated only at the end, step {end}'
-    own = config.evaluations[name].every_steps is not None
-    field = f'evals.{name}.every_steps' if own else 'eval_every_steps'
+    field = f'evals.{name}.every_steps' if config.evals else 'eval_every_steps'
     advice = f'set --config.{field}={max(1, end // 10)} or a longer --config.total'
     require(every < end or config.patience is None, f'{wrong}; {advice}')
     return Selection(name, metric, readers[name].source.split, config.patience)
@@ -276,14 +275,12 @@ def restore_or_init(
             advice = 'to continue it, pass a longer --config.total and --accept_config_changes'
             console.print(f'the run is complete; {advice}')
         return TrainState.join(params, training), progress
-    init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
-    start = experiment.start_from
+    make, mesh, start = experiment.init, experiment.mesh, experiment.start_from
+    init = meshes.jit_on(make, mesh, out_shardings=shardings)
     if start is None:
         return init(), {}
-    init_params = meshes.jit_on(
-        lambda: experiment.init().params, experiment.mesh, out_shardings=shardings.params
-    )
-    params, report = experiment.transfer_params(start, init_params())
+    params = meshes.jit_on(lambda: make().params, mesh, out_shardings=shardings.params)()
+    params, report = experiment.transfer_params(start, params)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
     params = meshes.put(params, shardings.params)
     if experiment.config.init_head is not None:
@@ -390,14 +387,12 @@ class TrainingRun:
         """
         experiment, selection = self.opened.experiment, self.opened.selection
         config, steps_of = experiment.config, experiment.length.interval_steps
-
-        def evaluate_every(name: str, steps: int | None) -> PeriodicAction:
-            return PeriodicAction(steps, functools.partial(self.evaluate, name))
-
-        intervals = find_eval_intervals(experiment).items()
-        actions = {name: evaluate_every(name, steps) for name, steps in intervals}
+        every: dict[str, int | None] = {**find_eval_intervals(experiment)}
         if config.fewshot is not None:
-            actions['fewshot'] = evaluate_every('fewshot', steps_of(config.fewshot.every_steps))
+            every['fewshot'] = steps_of(config.fewshot.every_steps)
+        actions = {
+            x: PeriodicAction(n, functools.partial(self.evaluate, x)) for x, n in every.items()
+        }
         first = [actions.pop(selection.evaluation)] if selection else []
         save = PeriodicAction(steps_of(config.checkpoint_every_steps), self.save)
         return [*first, save, *actions.values()]

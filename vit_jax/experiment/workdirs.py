@@ -113,18 +113,25 @@ def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
     for place in new:
         sync(place.parent)
     with (folder / LOCK).open('a+') as file:
-        if other := lock_or_find_holder(file):
-            raise UserError(f'workdir {folder} is used by {other}; wait, or use another --workdir')
+        if not lock_file(file):
+            wrong = f'workdir {folder} is used by {_read_holder(file)}'
+            raise UserError(f'{wrong}; wait, or use another --workdir')
         file.truncate(0)
         file.write(_describe_process())
         file.flush()
         yield Workdir(folder)
 
 
-def lock_or_find_holder(file: IO[str]) -> str | None:
-    """Locks a file; returns None, or a description of the process that has the lock."""
-    if lock_file(file):
+def find_holder(folder: Path) -> str | None:
+    """Describes the process that holds a local work directory; None if there is none."""
+    if not (folder / LOCK).exists():
         return None
+    with (folder / LOCK).open('a+') as file:
+        return None if lock_file(file) else _read_holder(file)
+
+
+def _read_holder(file: IO[str]) -> str:
+    """Reads the description of the process that has the lock."""
     file.seek(0)
     text = file.read(500).strip()
     return text if text and text.isprintable() else 'another run'

@@ -156,9 +156,9 @@ def abstract_params(config: ModelConfig) -> Params:
 
 
 def feature_width(config: ModelConfig) -> int:
-    """Returns the width of the head's input and of the features per token."""
+    """Returns the width of the head's input."""
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
-    features = build(config, compute=PORTABLE).features  # needs no device
+    features = build(config, compute=PORTABLE).features  # on any device
     return jax.eval_shape(features, abstract_params(config), image).shape[-1]
 
 

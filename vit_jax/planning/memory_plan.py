@@ -135,7 +135,7 @@ def find_largest_batch(
 
     Args:
       config: The experiment.
-      where: The devices.
+      topology: The devices.
       first: The result for `config.batch_size`.
     """
     mesh = meshes.make_mesh(config.mesh, topology.devices)

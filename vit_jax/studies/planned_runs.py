@@ -91,15 +91,6 @@ def is_complete(folder: Path, run: PlannedRun) -> bool:
     return read_last_step(folder, run) is not None
 
 
-def find_holder(folder: Path, run: PlannedRun) -> str | None:
-    """Describes the process that is training a run; None if there is none."""
-    lock = folder / run.name / workdirs.LOCK
-    if not lock.exists():
-        return None
-    with lock.open('a+') as file:
-        return workdirs.lock_or_find_holder(file)
-
-
 def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
     """Raises UserError if a complete run was trained or evaluated with other values than planned.
 

@@ -46,9 +46,10 @@ class Distillation(records.Record):
     def check(self) -> None:
         records.require_between(self, 'task_weight', low=0, below=1)
         records.require_between(self, 'temperature', above=0)
-        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        wrong = f'{"".join(changed[:1])}: not used without a teacher; set teacher=CHECKPOINT'
-        records.require(self.teacher is not None or not changed, wrong)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            wrong = f'{field.name}={value}: not used without a teacher; set teacher=CHECKPOINT'
+            records.require(self.teacher is not None or value == field.default, wrong)
         wrong = f'temperature={self.temperature:g}: not used with kind={self.kind}; leave it out'
         records.require(self.temperature == 1 or self.kind in ('kl', 'token_kl'), wrong)
         wrong = f'task_weight=0: expected more than 0 with kind={self.kind}, to train both heads'
@@ -109,7 +110,7 @@ def make_distillation_sums(
 
     Returns:
       `loss_sums(params, batch, key=None, *, teacher)`, as `make_loss_sums` returns; `teacher`
-      has the parameters of the teacher. The metrics contain both losses; accuracy is measured on
+      is the teacher's parameters. The metrics contain both losses; accuracy is measured on
       the labels.
 
     Raises:
@@ -145,17 +146,17 @@ def make_distillation_sums(
 
 
 def distillation_loss(
-    config: Distillation, student: Float[Array, 'b k'], teacher: Float[Array, 'b k']
+    config: Distillation, outputs: Float[Array, 'b k'], teacher_outputs: Float[Array, 'b k']
 ) -> Float[Array, 'b']:
     """Computes the distillation loss of each example from logits, or from features."""
     match config.kind:
         case 'kl' | 'token_kl':
-            logs = (jax.nn.log_softmax(z / config.temperature) for z in (student, teacher))
+            logs = (jax.nn.log_softmax(z / config.temperature) for z in (outputs, teacher_outputs))
             return config.temperature**2 * optax.losses.kl_divergence_with_log_targets(*logs)
         case 'hard' | 'token':
-            labels = teacher.argmax(axis=-1)
-            return optax.softmax_cross_entropy_with_integer_labels(student, labels)
+            labels = teacher_outputs.argmax(axis=-1)
+            return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
         case 'features':
-            return jnp.square(student - teacher).mean(axis=-1)
+            return jnp.square(outputs - teacher_outputs).mean(axis=-1)
         case other:
             assert_never(other)

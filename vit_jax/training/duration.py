@@ -83,9 +83,9 @@ def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> T
       UserError: If `total` is a fraction, or less than one step.
     """
     if total.fraction is not None:
-        raise UserError(f'total.fraction={total.fraction}: expected steps, epochs or examples')
+        raise UserError(f'config.total.{total}: expected steps, epochs or examples')
     steps = TrainLength(batch_size, num_images, total_steps=0).to_steps(total)
     per_step = f'batch_size={batch_size} ({plural(num_images, "training image")})'
     fix = 'set a smaller --config.batch_size or a longer --config.total'
-    records.require(steps >= 1, f'total.{total}: less than one step of {per_step}; {fix}')
+    records.require(steps >= 1, f'config.total.{total}: less than one step of {per_step}; {fix}')
     return TrainLength(batch_size, num_images, steps)

@@ -1,7 +1,7 @@
 """The training loop.
 
 `fit` runs the update for each step, and meanwhile reads the metrics of the previous step. Its
-observers are periodic actions, which evaluate or save the state after some steps. `Clock` measures
+`actions` evaluate or save the state at intervals. `Clock` measures
 where the time goes. `profile_steps` profiles some steps with jax's profiler.
 """
 
@@ -65,7 +65,7 @@ class Clock:
     """Measures wall time by name. `with clock('step'):` adds the block's time to `seconds['step']`.
 
     Nested blocks count for the innermost name only. `start` is the time outside all blocks, mostly
-    before the first step, plus the `before` seconds that passed before the clock was made.
+    before the first step, plus the `seconds_before` that passed before the clock was made.
     """
 
     def __init__(self, seconds_before: float = 0.0) -> None:
@@ -112,7 +112,7 @@ def fit(
       batches: Yields a batch per step.
       steps: Numbers of the steps to run.
       on_metrics: Called with the number of updates so far and the metrics as floats, before any
-        observer gets the state.
+        action gets the state.
       actions: Actions that evaluate or save the state, or end the training.
       clock: Measures `step` and `data wait`.
       max_skipped_steps: Number of skipped updates in a row that end the training.

@@ -79,7 +79,7 @@ class BatchSums(NamedTuple):
 
     sums: dict[str, Array]  # sums of the loss and of `example_metrics`, by name
     num_examples: Array  # number of examples in each sum
-    outputs: dict[str, Array]  # outputs of each example (b ...) by name, whatever its mask is
+    outputs: dict[str, Array]  # outputs of each example (b ...) by name, including masked ones
 
 
 def sum_examples(

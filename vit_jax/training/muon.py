@@ -57,8 +57,9 @@ def count_flops(params: Params, trainable: Any, mesh: Mesh) -> int:
     for name, leaf in tree_names.named_leaves(params).items():
         if is_trained[name] and re.fullmatch(MATRIX, name):
             m, n = _matrix_sides(name, leaf)
-            depth = leaf.shape[0] if name.startswith(BLOCKS) else 1
-            blocks = math.ceil(depth / _depth_axes(depth, mesh)[1])
+            blocks = 1
+            if name.startswith(BLOCKS):
+                blocks = math.ceil(leaf.shape[0] / _depth_axes(leaf.shape[0], mesh)[1])
             operations += blocks * _ITERATIONS * (4 * m**2 * n + 2 * m**3)
     return operations
 
@@ -66,8 +67,8 @@ def count_flops(params: Params, trainable: Any, mesh: Mesh) -> int:
 def _matrix_axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
     """Returns the input and output axes of a kernel.
 
-    Axis 0 of a kernel of blocks is the depth, a batch axis. The matrix of a convolution has one row
-    for each input of its window.
+    Axis 0 of a kernel of blocks is the depth, a batch axis. A convolution is a matrix with a row
+    per (height, width, input channel) and a column per output channel.
     """
     if not name.startswith(BLOCKS):
         return optax.contrib.MuonDimensionNumbers((0, 1, 2), (3,))

@@ -62,7 +62,6 @@ class ScheduleConfig(records.Record):
 
     def check(self) -> None:
         records.require_between(self, 'learning_rate', 'linear_end', low=0)
-        records.require(any(vars(self.rsqrt_timescale).values()), 'rsqrt_timescale: expected > 0')
         if self.linear_end is not None:
             _require_kind(self, ['linear'], f'linear_end={self.linear_end}')
         if self.rsqrt_timescale != Duration(steps=_RSQRT_TIMESCALE):
@@ -73,10 +72,10 @@ class ScheduleConfig(records.Record):
 class OptimizerConfig(ParamGroupsConfig):
     """Optimizer: AdamW, SGD with momentum, Adafactor as in ViT-g, Muon, LAMB, or your own function.
 
-    Muon applies to the kernels of blocks and of the convolutions in stages, and AdamW to all other
-    parameters. Both share learning rate and weight decay. LAMB scales each update that has weight
-    decay by the trust ratio of its parameter, with one ratio per block. The default values are
-    b1=0.9, b2=0.999, epsilon=1e-8 (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
+    Muon updates the kernels of transformer blocks and of the convolutions in ResNet stages; AdamW
+    updates all other parameters. Both share learning rate and weight decay. LAMB scales each update
+    that has weight decay by the trust ratio of its parameter, with one ratio per block. The default
+    values are b1=0.9, b2=0.999, epsilon=1e-8 (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
 
     A function f(schedule) returns an optax optimizer, which replaces moments, weight decay and
     learning rate. `clip_norm`, frozen parameters and learning rate factors still apply.
@@ -115,12 +114,12 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> optax.Schedule
     warmup, cooldown = length.to_steps(config.warmup), length.to_steps(config.cooldown)
     timescale = length.to_steps(config.rsqrt_timescale)
     end = _LINEAR_END if config.linear_end is None else config.linear_end
-    both = f'warmup ({config.warmup}) and cooldown ({config.cooldown})'
-    message = f'{both} take {plural(warmup + cooldown, "step")}, the training has {total_steps}'
-    lengths = {'warmup': warmup, 'cooldown': cooldown}
-    flags = ' '.join(f'--config.schedule.{name}.fraction=0.1' for name in lengths if lengths[name])
-    wrong = f'config.schedule: {message}; shorten them, for example {flags}'
+    wrong = f'config.schedule: warmup.{config.warmup} and cooldown.{config.cooldown} take '
+    wrong += f'{plural(warmup + cooldown, "step")}, but the training has {total_steps}; '
+    wrong += 'shorten them, for example with --config.schedule.warmup.fraction=0.1'
     records.require(warmup + cooldown <= total_steps, wrong)
+    wrong = f'config.schedule.rsqrt_timescale.{config.rsqrt_timescale}: got 0 steps; expected more'
+    records.require(timescale > 0, wrong)
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:
         after = jnp.maximum(0.0, step - warmup)
@@ -155,10 +154,9 @@ def make_optimizer(
     """
     trained = [name for name, one in tree_names.named_leaves(groups.trainable).items() if one]
     has_matrix = any(re.fullmatch(muon.MATRIX, name) for name in trained)
-    wrong = 'optimizer.kind=muon: no kernel of a block or stage is trained; '
-    wrong += 'expected a model whose blocks or stages are trained; otherwise use kind=adamw'
+    wrong = 'config.optimizer.kind=muon: no kernel of a block or stage is trained; use kind=adamw'
     records.require(config.kind != 'muon' or has_matrix, wrong)
-    wrong = 'optimizer.kind=lamb: got no weight decay, so no trust ratio; expected weight_decay > 0'
+    wrong = 'config.optimizer.kind=lamb: got no weight decay; expected weight_decay > 0'
     records.require(config.kind != 'lamb' or bool(groups.weight_decays), wrong)
     chain = []
     if config.clip_norm is not None:
@@ -181,7 +179,7 @@ def _make_core(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradi
     """Makes the moments of a named kind, or the whole optimizer of a function."""
     if not isinstance(config.kind, str):
         made = config.kind(schedule)
-        wrong = f'optimizer.kind: the function returned {made}; expected an optax optimizer'
+        wrong = f'config.optimizer.kind: the function returned {made}; expected an optax optimizer'
         records.require(isinstance(made, optax.GradientTransformation), wrong)
         return made
     fields = {name: getattr(config, name) for name in OPTIONS[config.kind]}
@@ -270,15 +268,15 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
     try:
         jax.eval_shape(optimizer.update, params, opt_state, params)
     except TypeError as error:
-        wrong = f'optimizer.kind: the update of the optimizer fails ({error})'
+        wrong = f'config.optimizer.kind: the update of the optimizer fails ({error})'
         raise UserError(f'{wrong}; use one with update(gradient, state, params)') from error
     if (state := find_schedule_free(opt_state)) is None:
         return
     is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(groups.lr_multipliers))
     is_whole = len(jax.tree.leaves(state.z)) == len(jax.tree.leaves(params))
-    wrong = 'optimizer.kind: a schedule-free optimizer trains and averages all parameters alike; '
+    wrong = 'config.optimizer.kind: a schedule-free optimizer treats all parameters alike; '
     wrong += 'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay'
     records.require(is_plain and is_whole and not with_ema, wrong)
     first = jax.jit(lambda: find_schedule_free(optimizer.init(optax.tree.zeros_like(params))).b1)
-    wrong = 'optimizer.kind: a schedule-free optimizer with b1=0 has no average; expected b1 > 0'
+    wrong = 'config.optimizer.kind: a schedule-free optimizer with b1=0 has no average; use b1 > 0'
     records.require(float(first()) > 0, wrong)

@@ -114,8 +114,8 @@ def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
         if amount:
             decayed = tree_names.match_mask(params, config.decay_pattern)
             mask = jax.tree.map(operator.and_, decayed, tree_names.match_mask(params, where))
-            wrong = f'optimizer.decay_pattern={config.decay_pattern!r}: matches no parameter{part}'
-            records.require(any(jax.tree.leaves(mask)), wrong)
+            wrong = f'decay_pattern={config.decay_pattern!r}: matches no parameter{part}'
+            records.require(any(jax.tree.leaves(mask)), f'config.optimizer.{wrong}')
             decays.append((amount, mask))
             report.append(f'weight decay {amount:g}{part}: {_describe_match(params, mask)}')
     return ParamGroups(decays, factors, report)
@@ -127,7 +127,7 @@ def _trainable_factors(params: Any, count: int) -> Any:
         return jax.tree.map(np.float32, tree_names.match_mask(params, _HEAD))
     layers, head = _layer_indices(params, 'trained_blocks')
     if count >= head:
-        raise UserError(f'optimizer.trained_blocks={count}: expected at most {head - 1} blocks')
+        raise UserError(f'config.optimizer.trained_blocks={count}: expected at most {head - 1}')
     return jax.tree.map(lambda layer: np.float32(layer >= head - count), layers)
 
 
@@ -140,7 +140,7 @@ def _layer_indices(params: Any, field: str) -> tuple[Any, int]:
     leaves = tree_names.named_leaves(params).items()
     depth = next((leaf.shape[0] for name, leaf in leaves if name.startswith(BLOCKS)), None)
     if depth is None:
-        raise UserError(f'optimizer.{field}: not supported by a ResNet; expected a ViT or a hybrid')
+        raise UserError(f'config.optimizer.{field}: a ResNet has no blocks; use a ViT or hybrid')
 
     def layer(name: str, leaf: Any) -> np.ndarray:
         if name.startswith(BLOCKS):

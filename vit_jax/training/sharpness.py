@@ -1,6 +1,6 @@
 """Sharpness-aware minimization: SAM (Foret et al. 2021) and GSAM (Zhuang et al. 2022).
 
-The formulas are those of `trainers/proj/gsam/gsam.py` in big_vision. `optax.contrib.sam` has no
+The formulas match `trainers/proj/gsam/gsam.py` in big_vision. `optax.contrib.sam` has no
 GSAM, and stores a copy of the parameters in its state.
 """
 
@@ -16,7 +16,7 @@ from vit_jax.training.losses import BatchSums
 Gradient = tuple[Params, BatchSums]  # gradient of the summed loss, and the sums
 # Maps (parameters, batch, dropout key) to a gradient.
 GradientFunction = Callable[[Params, Batch, Key[Array, '']], Gradient]
-# Maps (function, step) to a function that returns other gradients.
+# Maps (gradient function, step) to the gradient function of SAM or GSAM.
 Sharpener = Callable[[GradientFunction, Int[Array, '']], GradientFunction]
 _EPSILON = 1e-12  # added to norms of gradients
 
@@ -39,17 +39,17 @@ class Sam(records.Record):
         records.require_between(self, 'rho', 'rho_min', 'alpha', low=0)
         low = 0.0 if self.rho_min is None else self.rho_min
         records.require(low <= self.rho, f'rho_min={low}: expected at most rho={self.rho}')
+        records.require(self.rho > 0 or self.alpha == 0, f'alpha={self.alpha}: not used with rho=0')
 
 
 def make_sharpener(
     config: Sam | None, schedule: optax.Schedule, *, peak: float, total_steps: int
 ) -> Sharpener | None:
-    """Makes the function that replaces the gradient of a batch by that of SAM or GSAM.
+    """Makes the function that replaces the gradient of a batch by SAM's or GSAM's.
 
     Both passes have the same batch and the same dropout. The formulas hold for sums as for means,
-    because they are homogeneous in the gradient. One perturbation belongs to the whole batch, on
-    all devices and in all parts of gradient accumulation. In the papers, each device has a
-    perturbation from its own images.
+    because they are homogeneous in the gradient. The whole batch has one perturbation, on all
+    devices and in all parts of gradient accumulation. In the papers, each device has its own.
 
     Args:
       config: Options of SAM; None: the plain gradient.
@@ -67,7 +67,7 @@ def make_sharpener(
         return None
     final = float(schedule(jnp.asarray(total_steps)))
     low = config.rho if config.rho_min is None else config.rho_min
-    wrong = f'optimizer.sharpness.rho_min={low}: the learning rate does not decrease from its peak'
+    wrong = f'config.optimizer.sharpness.rho_min={low}: the final learning rate is the highest one'
     records.require(low == config.rho or final < peak, f'{wrong}; leave rho_min out')
 
     def radius(step: Int[Array, '']) -> Float[Array, '']:

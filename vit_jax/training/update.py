@@ -33,9 +33,9 @@ class TrainState(NamedTuple):
     def initial(
         params: Params, optimizer: optax.GradientTransformation, *, with_ema: bool = False
     ) -> 'TrainState':
-        """Makes the state before the first step, with `ema_params` if `with_ema` is True.
+        """Makes the state before the first step, from parameters that are jax arrays.
 
-        Parameters must be jax arrays.
+        It has `ema_params` if `with_ema` is True or the optimizer is schedule-free.
         """
         opt_state = optimizer.init(params)
         average = (
@@ -134,11 +134,12 @@ def make_update(
       stop_frozen_gradients: Applies stop_gradient to frozen parameters (see `ParamGroups`).
       seed: Seed of the keys of augmentation and dropout.
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
-        other, with activations of one part in memory. Only dropout's keys depend on it.
+        other, with activations of one part in memory. The result does not depend on this number,
+        except for dropout and rounding.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
       late: A step and the function that replaces `loss_sums` from this step on; None: no change.
       sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
-        metrics are from the first pass; `gradient_norm` is that of SAM's gradient.
+        metrics are from the first pass; `gradient_norm` is the norm of SAM's gradient.
 
     Returns:
       `update(state, batch, teacher=None)`; `teacher` are the parameters of the teacher, if any.

@@ -1,8 +1,8 @@
 """Pre-trains a small hybrid (convolutions before a ViT) on CIFAR-10 on two CPU cores.
 
 Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5: hybrids are better than ViTs at small
-computational budgets. Images are enlarged to 40 pixels, which gives 10 x 10 positions in the first
-stage and 25 tokens.
+computational budgets. Images are enlarged to 48 pixels, which gives 12 x 12 positions in the first
+stage and 36 tokens.
 Result: The model reaches 85.6 % test accuracy (10,000 images), with seed 0.
 Cost: The training took 50 minutes on 2 CPU cores that other programs used too. It used two devices
 of jax, one per core: XLA_FLAGS=--xla_force_host_platform_device_count=2.
@@ -26,7 +26,7 @@ def get_config() -> TrainConfig:
     return dataclasses.replace(
         cifar10.base_config(),
         model=ViTConfig(
-            image_size=(40, 40),
+            image_size=(48, 48),
             patch_size=(1, 1),
             backbone=Backbone(blocks=(2, 2), width=32),
             width=96,
@@ -36,12 +36,12 @@ def get_config() -> TrainConfig:
             pool='gap',
             positions='sincos2d',
         ),
-        augmentation=Augmentation(shift_pixels=5, flip=True, erasing=0.25),
-        total=Duration(steps=13_500),
+        augmentation=Augmentation(shift_pixels=5, flip=True, erasing=0.1),
+        total=Duration(steps=11_000),
         batch_size=128,
         loss=LossConfig(label_smoothing=0.1),
         optimizer=OptimizerConfig(kind='muon', weight_decay=0.1, clip_norm=1.0),
-        schedule=ScheduleConfig(learning_rate=6e-3, warmup=Duration(steps=700)),
+        schedule=ScheduleConfig(learning_rate=6e-3, warmup=Duration(steps=550)),
         eval_every_steps=2500,
         checkpoint_every_steps=2500,
     )

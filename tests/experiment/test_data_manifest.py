@@ -17,7 +17,7 @@ from vit_jax.config import EvalConfig, write_config
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.data.split_manifest import SplitManifest
+from vit_jax.data.split_manifest import SplitManifest, describe_differences
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
@@ -82,7 +82,7 @@ CHANGES = {
 @pytest.mark.parametrize('change', CHANGES)
 def test_every_kind_of_difference_is_counted_with_examples(change):
     new, lines = CHANGES[change]
-    assert split_manifest.describe_differences(RECORD, new) == lines
+    assert describe_differences(RECORD, new) == lines
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.planning.ahead_of_time import GIB, DoesNotFitError
 from vit_jax.planning.memory_plan import StepMemory
 from vit_jax.training.duration import Duration
+from vit_jax.training.sharpness import Sam
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -43,7 +44,9 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'{compute.dtype}, attention {compute.attention}')
     params = jax.eval_shape(experiment.init).params
     if update := memory_plan.count_update_operations(config.optimizer, params, mesh):
-        share = update / (6 * count_multiply_adds(model) * batch_size / count)
+        passes = 2 if (config.optimizer.sharpness or Sam(rho=0)).rho else 1
+        forward = count_multiply_adds(model, regularization=config.regularization)
+        share = update / (6 * passes * forward * batch_size / count)
         print(f'optimizer   muon: {update / 1e12:.3g} TFLOP per step on each device, ', end='')
         print(f"{share:.1%} of the model's")
     parts = mesh.shape['data'] * mesh.shape['fsdp']

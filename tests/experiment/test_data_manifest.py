@@ -16,8 +16,8 @@ from vit_jax.checkpoints import digests
 from vit_jax.config import EvalConfig, write_config
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.loading import ImageReader
+from vit_jax.data.manifest import SplitManifest, describe_differences, read_manifest
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.data.split_manifest import SplitManifest, describe_differences
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
@@ -56,11 +56,19 @@ CHANGES = {
     ),
     'other classes': (
         RECORD._replace(class_names=['ant', 'cat', 'bee']),
-        ["2 changed classes: 'bee' to 'cat', 'cat' to 'bee'"],
+        ["2 renumbered classes: 'cat' from 2 to 1, 'bee' from 1 to 2"],
     ),
     'renamed class': (
         RECORD._replace(class_names=['bee', 'cat', 'wasp']),
-        ["1 removed class: 'ant'", "1 added class: 'wasp'"],
+        [
+            "1 removed class: 'ant'",
+            "1 added class: 'wasp'",
+            "2 renumbered classes: 'bee' from 1 to 0, 'cat' from 2 to 1",
+        ],
+    ),
+    'one of two classes with the same name': (
+        RECORD._replace(class_names=['ant', 'ant', 'cat']),
+        ["1 removed class: 'bee'", "1 added class: 'ant'", "1 renumbered class: 'ant' from 0 to 1"],
     ),
     'image listed twice': (
         RECORD._replace(names=[*NAMES, '0.jpg'], labels=[*LABELS, 'ant'], sizes=[*SIZES, 1000]),
@@ -123,7 +131,7 @@ def start(folder, sources, *, accept=False, job=None):
 def rejected(folder, sources, *texts, accept=False, acceptable=True):
     with pytest.raises(UserError, match='the data has changed') as e:
         start(folder, sources, accept=accept)
-    assert ('--accept_data_changes' in str(e.value)) == acceptable
+    assert ('or resume with --accept_data_changes' in str(e.value)) == acceptable
     for text in texts:
         assert text in str(e.value)
 
@@ -216,6 +224,20 @@ def test_another_number_of_classes_cannot_be_accepted(photos, tmp_path):
         rejected(tmp_path / 'run', sources_of(photos), line, accept=accept, acceptable=False)
 
 
+@pytest.mark.parametrize('name, acceptable', [('zebra', True), ('ape', False)])
+def test_a_renamed_class_can_be_accepted_if_no_class_number_changes(
+    name, acceptable, photos, tmp_path
+):
+    start(tmp_path / 'run', sources_of(photos))
+    for split in 'train', 'test':
+        (photos / split / 'dog').rename(photos / split / name)
+    rejected(tmp_path / 'run', sources_of(photos), f"added class: '{name}'", acceptable=acceptable)
+    if acceptable:
+        start(tmp_path / 'run', sources_of(photos), accept=True)
+    else:
+        rejected(tmp_path / 'run', sources_of(photos), accept=True, acceptable=False)
+
+
 def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path, monkeypatch):
     monkeypatch.setattr(data_manifest, '_MAX_SIZES', 4)
     for i in range(1100):  # they are read in blocks of 1024
@@ -248,7 +270,7 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
     slow = sources | {'trained on train': dataclasses.replace(trained, size_of=size_of)}
     with data_manifest.compare_data(Workdir(tmp_path), slow, Job()):
         pass
-    kept = data_manifest.read_manifest(tmp_path / 'data_manifest.json.gz')
+    kept = read_manifest(tmp_path / 'data_manifest.json.gz')
     assert len(kept['trained on train'].sizes) == 16
 
 
@@ -343,7 +365,7 @@ def test_what_an_earlier_start_or_run_was_trained_on_stays_known(data, tmp_path)
 def test_a_record_that_lacks_sizes_is_a_gap_beside_a_whole_one(data, tmp_path, monkeypatch):
     run = trained(data, tmp_path / 'run')
     assert not lineage.find_source_run(str(run)).gaps
-    splits = data_manifest.read_manifest(run / 'data_manifest.json.gz')
+    splits = read_manifest(run / 'data_manifest.json.gz')
     (name,) = (name for name in splits if name.startswith(data_manifest.TRAINED_PREFIX))
     splits = {name: splits[name]._replace(sizes=[10]), f'{name} until step 5': splits[name]}
     monkeypatch.setattr(lineage, 'read_manifest', lambda _: splits)

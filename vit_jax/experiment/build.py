@@ -393,6 +393,8 @@ def _make_training(
     sums = [_select_loss_sums(config, model, teacher, preprocessing, train) for model in models]
     model, late = models[0], None
     if teacher is not None and config.distillation.kind == 'features':
+        wrong = 'config.distillation.kind=features: has no effect if only the head is trained'
+        require(config.optimizer.trained_blocks != 0, f'{wrong}; set optimizer.trained_blocks=1')
         model = distillation.with_projection(model, teacher.model)
     if (until := config.patch_dropout_until) is not None:
         late = length.to_steps(until), sums[1][0]

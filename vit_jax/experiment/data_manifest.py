@@ -10,7 +10,6 @@ with the images that it evaluates (studies/lineage.py).
 """
 
 import contextlib
-import gzip
 import hashlib
 import itertools
 import json
@@ -20,12 +19,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from typing import Any
 
-from vit_jax.base import Path, UserError, storage, usable
+from vit_jax.base import UserError
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
+from vit_jax.data import manifest
 from vit_jax.data.loading import ImageReader
+from vit_jax.data.manifest import Manifest
 from vit_jax.data.sources.base import Source
-from vit_jax.data.split_manifest import SplitManifest, describe_differences, make_split_manifest
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation.probing import Probes
 from vit_jax.experiment.workdirs import MANIFEST, Workdir
@@ -33,8 +33,6 @@ from vit_jax.experiment.workdirs import MANIFEST, Workdir
 TRAINED_PREFIX = 'trained on '  # prefix of the names of training splits in the manifest
 _MAX_SIZES = 16_384  # sizes of a split that are read before training, not in the background
 _BLOCK = 1024  # sizes that the background check reads before it tests whether to stop
-
-Manifest = dict[str, SplitManifest]
 
 
 def name_sources(
@@ -50,12 +48,6 @@ def name_sources(
     return names
 
 
-def _describe_changes(recorded: Manifest, splits: Manifest) -> dict[str, str]:
-    """Describes the splits that are in both manifests and differ, by name."""
-    lines = {x: describe_differences(recorded[x], splits[x]) for x in splits if x in recorded}
-    return {name: f'{name}: {"; ".join(changes)}' for name, changes in lines.items() if changes}
-
-
 @contextlib.contextmanager
 def compare_data(
     workdir: Workdir, sources: dict[str, Source], job: Job, *, accept: bool = False
@@ -66,7 +58,7 @@ def compare_data(
       workdir: The work directory.
       sources: The splits by name (see `name_sources`).
       job: This process of a job.
-      accept: Whether to accept changed data, if the number of classes is unchanged.
+      accept: Whether to accept changed data, unless classes have other numbers.
 
     Yields:
       A function that waits up to the given number of seconds for the comparison of the remaining
@@ -77,10 +69,12 @@ def compare_data(
         differs between processes.
     """
     path, recorded, stop = workdir.folder / MANIFEST, Manifest(), threading.Event()
-    splits = {x: make_split_manifest(one, max_sizes=_MAX_SIZES) for x, one in sources.items()}
+    splits = {
+        x: manifest.make_split_manifest(one, max_sizes=_MAX_SIZES) for x, one in sources.items()
+    }
     if job.index == 0:
         if digests.list_steps(workdir.folder / FOLDER):  # otherwise nothing was learned yet
-            recorded = read_manifest(path)
+            recorded = manifest.read_manifest(path)
             if not recorded:
                 logging.warning('%s: missing or damaged; data changes are not detected', path)
         recorded = _update(workdir, recorded, splits, accept=accept)
@@ -88,7 +82,7 @@ def compare_data(
         ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
 
         def describe(*_: Any) -> list[str]:
-            changes = _describe_changes(read_manifest(path), splits)
+            changes = manifest.describe_changes(manifest.read_manifest(path), splits)
             return [*changes.values()] or ['the names of the splits']
 
         job.require_equal('the data', ours, describe)
@@ -116,15 +110,19 @@ def _update(workdir: Workdir, recorded: Manifest, splits: Manifest, *, accept: b
 
     Raises UserError for changes that are not accepted.
     """
-    changes = _describe_changes(recorded, splits)
+    changes = manifest.describe_changes(recorded, splits)
     if changes:
         text = f'{workdir.folder}: the data has changed since the run started:'
         text = '\n  '.join([text, *changes.values()])
-        fits = all(len(recorded[x].class_names) == len(splits[x].class_names) for x in changes)
+        trained = [x for x in changes if x.startswith(TRAINED_PREFIX)]
+        fits = all(manifest.keeps_class_numbers(recorded[x], splits[x]) for x in trained)
         if not (accept and fits):
             again = f'train in another --workdir with --config.start_from={workdir.folder}'
-            accepted = '; or resume with --accept_data_changes' if fits else ''
-            raise UserError(f'{text}\nrestore the data; or {again}{accepted}')
+            accepted = 'or resume with --accept_data_changes'
+            rejected = '--accept_data_changes does not apply, because classes have other numbers'
+            raise UserError(
+                f'{text}\nrestore the data; or {again}; {accepted if fits else rejected}'
+            )
         logging.warning('%s', text)
     updated, step = dict(splits), max(digests.list_steps(workdir.folder / FOLDER), default=0)
     for name, old in recorded.items():
@@ -134,18 +132,5 @@ def _update(workdir: Workdir, recorded: Manifest, splits: Manifest, *, accept: b
             updated[f'{name} until step {step}'] = old
     if updated != recorded:
         workdir.check_held()
-        text = json.dumps({name: split._asdict() for name, split in updated.items()})
-        with storage.atomic_write(workdir.folder / MANIFEST) as partial:
-            partial.write_bytes(gzip.compress(text.encode(), compresslevel=1, mtime=0))
+        manifest.write_manifest(workdir.folder / MANIFEST, updated)
     return updated
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Reads a manifest; returns an empty one if it is missing or damaged."""
-    with usable(path):
-        data = path.read_bytes() if path.is_file() else b''
-    try:
-        splits = json.loads(gzip.decompress(data))
-        return {name: SplitManifest(**split) for name, split in splits.items()}
-    except Exception:  # gzip, zlib and json raise many types for damaged files
-        return {}

@@ -153,7 +153,8 @@ def find_eval_intervals(experiment: Experiment) -> dict[str, int]:
 def make_selection(experiment: Experiment) -> Selection | None:
     """Makes the selection of the best checkpoint by `config.keep_best`; None if it is not set.
 
-    Raises UserError for an unknown metric, or if `config.patience` cannot end the training.
+    Raises UserError for an unknown metric, or for `config.patience` without an evaluation before
+    the end.
     """
     config, readers = experiment.config, experiment.eval_readers
     if (metric := config.keep_best) is None:

@@ -7,9 +7,10 @@ from vit_jax.base import Path, UserError, records, usable
 from vit_jax.checkpoints.remote import is_remote_name
 from vit_jax.checkpoints.store import FOLDER, checkpoint_folder
 from vit_jax.config import read_config
+from vit_jax.data.manifest import read_manifest
 from vit_jax.data.sources.base import Source, make_names_relative
 from vit_jax.data.sources.opening import HeldOut
-from vit_jax.experiment.data_manifest import TRAINED_PREFIX, read_manifest
+from vit_jax.experiment.data_manifest import TRAINED_PREFIX
 from vit_jax.experiment.workdirs import CONFIG, MANIFEST
 
 

@@ -65,7 +65,7 @@ def make_sharpener(
     """
     if config is None or config.rho == 0:
         return None
-    final = float(schedule(jnp.asarray(total_steps)))
+    final, peak = (float(jnp.float32(x)) for x in (schedule(jnp.asarray(total_steps)), peak))
     low = config.rho if config.rho_min is None else config.rho_min
     wrong = f'config.optimizer.sharpness.rho_min={low}: the final learning rate is the highest one'
     records.require(low == config.rho or final < peak, f'{wrong}; leave rho_min out')

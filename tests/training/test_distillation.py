@@ -173,7 +173,7 @@ def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_p
         ('kl', tiny.model(pool='none'), {}, r'distillation\.teacher.*pool=none'),
         ('kl', tiny.model(channels=1), {}, r'distillation\.teacher.*channels'),
         ('features', tiny.model(), {'model': tiny.model(pool='none')}, 'model.pool=none'),
-        ('features', tiny.model(), {'optimizer': OptimizerConfig(trained_blocks=0)}, 'only the head'),
+        ('features', tiny.model(), {'optimizer': OptimizerConfig(trained_blocks=0)}, 'the head'),
         ('kl', tiny.model(), {'objective': MaskedPatches()}, 'distillation'),
     ],
 )

@@ -286,8 +286,8 @@ class TwoHosts(Job):
     def require_equal(self, name, facts, describe=None):
         if self.index == 0:
             self.facts[name] = json.dumps(facts)
-        elif (theirs := json.loads(self.facts[name])) != facts:
-            raise UserError('\n'.join(describe(theirs, facts)))
+        elif json.loads(self.facts[name]) != facts:
+            raise UserError('\n'.join(describe()))
 
 
 def test_a_host_with_other_images_is_rejected_with_examples(photos, tmp_path):

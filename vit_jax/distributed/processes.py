@@ -50,7 +50,6 @@ _CLUSTER = (
 _RESUME = 'the same command resumes from the newest checkpoint'
 # Errors of gloo, NCCL and jax if another process has exited or is late.
 _GONE = r'Gloo .* failed|NCCL .*(remote|network|system) error|^DEADLINE_EXCEEDED|^UNAVAILABLE'
-Compare = Callable[[Any, Any], list[str]]  # describes how two values differ
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -163,19 +162,22 @@ class Job:
     def __str__(self) -> str:
         return f'process {self.index} of {self.count} ({socket.gethostname()})'
 
-    def require_equal(self, name: str, facts: Any, describe: Compare | None = None) -> None:
+    def require_equal(
+        self, name: str, facts: Any, describe: Callable[[], list[str]] | None = None
+    ) -> None:
         """Waits for all processes; raises UserError if their JSON values `facts` differ.
 
         Args:
           name: What is compared, for the message.
           facts: The JSON values of this process.
-          describe: Maps (values of process 0, values of this process) to their differences; by
-            default, it lists fields.
+          describe: Describes the differences, if there are any; by default, fields are listed.
         """
         text = json.dumps(facts)
         expected = json.loads(self.broadcast_text(name, lambda: text))
         ours = json.loads(text)
-        diff = (describe or records.differences)(expected, ours) if expected != ours else []
+        diff = records.differences(expected, ours)
+        if diff and describe:
+            diff = describe()
         raise_all([f'{name}: {self} differs from process 0:', *diff] if diff else [], shown=21)
         self.barrier(name)
 

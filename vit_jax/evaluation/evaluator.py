@@ -229,7 +229,7 @@ def average_precisions(
 def find_eval_interval(length: TrainLength, every: Interval | None, num_images: int) -> int:
     """Returns the number of training steps between two evaluations of `num_images` images.
 
-    If `every` is None, the interval depends on the training length and on `num_images`.
+    By default (`every=None`), it depends on the training length and on `num_images`.
     """
     affordable = _EVALUATED_SHARE * length.total_steps * length.batch_size / num_images
     count = max(1, min(_EVALUATIONS, int(affordable)))

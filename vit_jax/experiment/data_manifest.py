@@ -17,7 +17,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
-from typing import Any
 
 from vit_jax.base import UserError
 from vit_jax.checkpoints import digests
@@ -81,7 +80,7 @@ def compare_data(
     if job.count > 1:
         ours = {'digest': hashlib.sha256(json.dumps(splits).encode()).hexdigest()}
 
-        def describe(*_: Any) -> list[str]:
+        def describe() -> list[str]:
             changes = manifest.describe_changes(manifest.read_manifest(path), splits)
             return [*changes.values()] or ['the names of the splits']
 

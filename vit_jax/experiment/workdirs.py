@@ -123,7 +123,7 @@ def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
 
 
 def find_holder(folder: Path) -> str | None:
-    """Describes the process that holds a local work directory; None if there is none."""
+    """Describes the process that holds a local work directory; None if it is free."""
     if not (folder / LOCK).exists():
         return None
     with (folder / LOCK).open('a+') as file:

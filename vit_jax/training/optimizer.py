@@ -274,7 +274,7 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
         return
     is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(groups.lr_multipliers))
     is_whole = len(jax.tree.leaves(state.z)) == len(jax.tree.leaves(params))
-    wrong = 'config.optimizer.kind: a schedule-free optimizer treats all parameters alike; '
+    wrong = 'config.optimizer.kind: a schedule-free optimizer treats all parameters equally; '
     wrong += 'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay'
     records.require(is_plain and is_whole and not with_ema, wrong)
     first = jax.jit(lambda: find_schedule_free(optimizer.init(optax.tree.zeros_like(params))).b1)

@@ -32,7 +32,7 @@ Manifest = dict[str, SplitManifest]  # by the name of the split
 
 
 def make_split_manifest(source: Source, *, max_sizes: int) -> SplitManifest:
-    """Lists the images of a split. If sizes are not in memory, reads at most `max_sizes`."""
+    """Lists the images of a split. Reads at most `max_sizes` sizes that are not in memory."""
     indices, classes = range(len(source)), source.class_names
     eager = indices if source.sizes_in_memory else indices[:max_sizes]
     labels = ['?'] * len(source)
@@ -45,13 +45,13 @@ def make_split_manifest(source: Source, *, max_sizes: int) -> SplitManifest:
 
 
 def keeps_class_numbers(old: SplitManifest, new: SplitManifest) -> bool:
-    """Returns whether the classes have the same count and numbers. Names may have changed."""
+    """Returns whether each class has the same index as before. Names may have changed."""
     same_count = len(old.class_names) == len(new.class_names)
     return same_count and not _renumbered(old.class_names, new.class_names)
 
 
 def _renumbered(old: list[str], new: list[str]) -> list[str]:
-    """Describes the classes whose number changed."""
+    """Describes the classes whose index changed."""
     numbers = {name: number for number, name in enumerate(old)}
     moved = [(i, x) for i, x in enumerate(new) if x in numbers and old[i : i + 1] != [x]]
     return [f'{name!r} from {numbers[name]} to {number}' for number, name in moved]

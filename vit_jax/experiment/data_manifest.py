@@ -118,7 +118,7 @@ def _update(workdir: Workdir, recorded: Manifest, splits: Manifest, *, accept: b
         if not (accept and fits):
             again = f'train in another --workdir with --config.start_from={workdir.folder}'
             accepted = 'or resume with --accept_data_changes'
-            rejected = '--accept_data_changes does not apply, because classes have other numbers'
+            rejected = '--accept_data_changes cannot be used, because class indices changed'
             raise UserError(
                 f'{text}\nrestore the data; or {again}; {accepted if fits else rejected}'
             )

@@ -118,7 +118,9 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> optax.Schedule
     wrong += f'{plural(warmup + cooldown, "step")}, but the training has {total_steps}; '
     wrong += 'shorten them, for example with --config.schedule.warmup.fraction=0.1'
     records.require(warmup + cooldown <= total_steps, wrong)
-    wrong = f'config.schedule.rsqrt_timescale.{config.rsqrt_timescale}: got 0 steps; expected more'
+    wrong = (
+        f'config.schedule.rsqrt_timescale.{config.rsqrt_timescale}: is 0 steps; expected at least 1'
+    )
     records.require(timescale > 0, wrong)
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:
@@ -154,7 +156,7 @@ def make_optimizer(
     """
     trained = [name for name, one in tree_names.named_leaves(groups.trainable).items() if one]
     has_matrix = any(re.fullmatch(muon.MATRIX, name) for name in trained)
-    wrong = 'config.optimizer.kind=muon: no kernel of a block or stage is trained; use kind=adamw'
+    wrong = 'config.optimizer.kind=muon: no block or stage kernels are trained; use kind=adamw'
     records.require(config.kind != 'muon' or has_matrix, wrong)
     wrong = 'config.optimizer.kind=lamb: got no weight decay; expected weight_decay > 0'
     records.require(config.kind != 'lamb' or bool(groups.weight_decays), wrong)

@@ -67,7 +67,7 @@ def make_sharpener(
         return None
     final, peak = (float(jnp.float32(x)) for x in (schedule(jnp.asarray(total_steps)), peak))
     low = config.rho if config.rho_min is None else config.rho_min
-    wrong = f'config.optimizer.sharpness.rho_min={low}: the final learning rate is the highest one'
+    wrong = f'config.optimizer.sharpness.rho_min={low}: the learning rate must end below its peak'
     records.require(low == config.rho or final < peak, f'{wrong}; leave rho_min out')
 
     def radius(step: Int[Array, '']) -> Float[Array, '']:

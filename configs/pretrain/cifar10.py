@@ -1,10 +1,10 @@
 """Pre-trains a small ViT on CIFAR-10 on two CPU cores.
 
 Paper: "An Image is Worth 16x16 Words", section 3.1, at a small scale.
-Result: The model reaches 80.1 % test accuracy (10,000 images) with seed 0.
-Cost: The training took 85 minutes on 2 CPU cores that other programs used too.
-Command: python -m vit_jax.train --config=configs/pretrain/cifar10.py --workdir=DIR \
-             --config.data=DATA
+Result: The model reaches 80.2 % test accuracy (10,000 images) with seed 0.
+Cost: The training takes 29 minutes on 2 CPU cores.
+Command: GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python -m vit_jax.train \
+             --config=configs/pretrain/cifar10.py --workdir=DIR --config.data=DATA
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ Paper: "An Image is Worth 16x16 Words", section 4.4, figure 5: hybrids are bette
 computational budgets. Images are enlarged to 48 pixels, which gives 12 x 12 positions in the first
 stage and 36 tokens.
 Result: The model reaches 86.2 % test accuracy (10,000 images), with seed 0.
-Cost: The training takes 46 minutes on 2 CPU cores, each of which is one jax device.
+Cost: The training takes 46 minutes on 2 CPU cores, with one jax device per core.
 Command: XLA_FLAGS=--xla_force_host_platform_device_count=2 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
              python -m vit_jax.train --config=configs/pretrain/cifar10_hybrid.py --workdir=DIR \
              --config.data=DATA

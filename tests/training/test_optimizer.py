@@ -55,7 +55,7 @@ def test_decays_are_their_formulas():
 
 
 def test_a_timescale_of_no_step_is_refused():
-    with pytest.raises(UserError, match='rsqrt_timescale.examples=4: 0 steps'):
+    with pytest.raises(UserError, match='rsqrt_timescale.examples=4: expected at least one step'):
         rates([0], kind='rsqrt', rsqrt_timescale=Duration(examples=4))
 
 

@@ -32,7 +32,7 @@ Manifest = dict[str, SplitManifest]  # by the name of the split
 
 
 def make_split_manifest(source: Source, *, max_sizes: int) -> SplitManifest:
-    """Lists the images of a split. Reads at most `max_sizes` sizes that are not in memory."""
+    """Lists the images of a split. If file sizes are not in memory, reads at most `max_sizes`."""
     indices, classes = range(len(source)), source.class_names
     eager = indices if source.sizes_in_memory else indices[:max_sizes]
     labels = ['?'] * len(source)

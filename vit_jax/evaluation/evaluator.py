@@ -27,8 +27,9 @@ from vit_jax.training.losses import BatchSums, Loss
 # Wraps an iterator of batches, for example to show progress.
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
-# By default, each evaluation runs 10 times, or fewer (at least once) to evaluate at most a fifth as
-# many images as training uses. Evaluating an image takes a third of the time of training on it.
+# By default, each evaluation runs 10 times. If it would evaluate more than a fifth as many images
+# as training uses, it runs fewer times, but at least once. Training on an image takes three times
+# as long as evaluating it.
 _EVALUATIONS, _EVALUATED_SHARE = 10, 0.2
 
 

@@ -118,7 +118,7 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> optax.Schedule
     wrong += f'{plural(warmup + cooldown, "step")}, but the training has {total_steps}; '
     wrong += 'shorten them, for example with --config.schedule.warmup.fraction=0.1'
     records.require(warmup + cooldown <= total_steps, wrong)
-    wrong = f'config.schedule.rsqrt_timescale.{config.rsqrt_timescale}: 0 steps; expected 1 or more'
+    wrong = f'config.schedule.rsqrt_timescale.{config.rsqrt_timescale}: expected at least one step'
     records.require(timescale > 0, wrong)
 
     def schedule(step: Int[Array, '']) -> Float[Array, '']:

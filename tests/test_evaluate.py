@@ -1,5 +1,6 @@
 """A checkpoint held against labeled images, without training."""
 
+import csv
 import dataclasses
 import json
 import re
@@ -8,6 +9,8 @@ import shutil
 import cv2
 import numpy as np
 import pytest
+import scipy.special
+from PIL import Image
 from sklearn import metrics
 
 import vit_jax
@@ -72,13 +75,80 @@ def test_every_number_is_the_one_that_the_logits_give(tmp_path):
     for one in found['classes']:
         number = names.index(one['class'])
         assert one['images'] == (labels == number).sum()
-        assert one['accuracy'] == pytest.approx(recall[number])
+        assert one['recall'] == pytest.approx(recall[number])
         assert (one['precision'] is None) == np.isnan(precision[number])
         assert one['precision'] in (None, pytest.approx(precision[number]))
     taken = found['confusions'][0]
     true, wrong = names.index(taken['class']), names.index(taken['predicted'])
     assert taken['images'] == ((labels == true) & (predicted == wrong)).sum() > 0
     assert sum(one['images'] for one in found['confusions']) == (labels != predicted).sum()
+
+
+def logits_of(network, count):
+    source = make_opener()('digits', f'test[:{count}]')
+    images = np.stack([network.preprocess(source.read(i)[0]) for i in range(count)])
+    return network.logits(images), source.labels
+
+
+def test_predictions_and_mistakes_are_those_of_the_logits(tmp_path):
+    network = loaded(tiny.model(), class_names=NAMES)
+    path, rows = saved(tmp_path, network), {}
+    for ending in 'csv', 'jsonl':
+        file = tmp_path / f'found.{ending}'
+        mistakes = f'--mistakes={tmp_path / ending}'
+        run(path, '--data=digits', '--split=test[:50]', f'--predictions={file}', mistakes)
+        with file.open(encoding='utf-8-sig') as lines:
+            rows[ending] = (
+                [*csv.DictReader(lines)] if ending == 'csv' else [*map(json.loads, lines)]
+            )
+    logits, labels = logits_of(network, 50)
+    probabilities = scipy.special.softmax(logits, axis=1)
+    assert [one['label'] for one in rows['csv']] == [NAMES[label] for label in labels]
+    predicted = [NAMES[number] for number in logits.argmax(axis=1)]
+    assert [one['predicted'] for one in rows['csv']] == predicted
+    found = [one['probability'] for one in rows['jsonl']]
+    np.testing.assert_allclose(found, probabilities.max(axis=1), rtol=1e-5)
+    assert [one['correct'] for one in rows['jsonl']] == (labels == logits.argmax(axis=1)).tolist()
+    assert [{k: str(x) for k, x in one.items()} for one in rows['jsonl']] == rows['csv']
+
+    with (tmp_path / 'csv' / 'mistakes.csv').open(encoding='utf-8-sig') as lines:
+        wrong = [*csv.DictReader(lines)]
+    expected = [one for one in rows['csv'] if one['correct'] == 'False']
+    expected.sort(key=lambda one: -float(one['probability']))
+    assert wrong == expected
+    sheet = np.asarray(Image.open(tmp_path / 'csv' / 'mistakes.png'))
+    digit = make_opener()('digits', 'test[:50]').read(int(wrong[0]['image']))[0]
+    np.testing.assert_array_equal(sheet[8:168:20, 8:168:20, 0], digit)  # 8 pixels enlarged to 160
+
+
+def test_an_existing_file_is_replaced_only_on_request(tmp_path):
+    path = saved(tmp_path, loaded(tiny.model(), class_names=NAMES))
+    arguments = path, '--data=digits', '--split=test[:3]'
+    for flag, name in ('out', 'evaluation.json'), ('mistakes', 'mistakes.csv'):
+        run(*arguments, f'--{flag}={tmp_path / "x"}')
+        with pytest.raises(UserError, match=f'{name}.*--overwrite'):
+            run(*arguments, f'--{flag}={tmp_path / "x"}')
+        run(*arguments, f'--{flag}={tmp_path / "x"}', '--overwrite')
+
+
+def test_only_data_classes_are_predicted_on_request(tmp_path):
+    """Images of the classes 2 and 5 alone; the network prefers other classes."""
+    network = loaded(tiny.model(), class_names=NAMES)
+    logits, labels = logits_of(network, 50)
+    assert not np.isin(logits.argmax(axis=1), (2, 5)).all()
+    source = make_opener()('digits', 'test[:50]', classes=('2', '5'))
+    source = head.match_classes(source, network, by_order=False)
+    reader = head.make_model_reader(network, source)
+    kept = np.isin(labels, (2, 5))
+    for only, columns in (True, [2, 5]), (False, range(10)):
+        report = head.evaluate_head(network, reader, batch_size=8, only_data_classes=only)
+        chosen = np.array(columns)[logits[kept][:, columns].argmax(axis=1)]
+        assert [int(one.predicted) for one in report.predictions] == chosen.tolist()
+        part = logits[kept][:, columns]
+        losses = (
+            scipy.special.logsumexp(part, axis=1) - logits[kept][range(kept.sum()), labels[kept]]
+        )
+        assert report.means['loss'] == pytest.approx(losses.mean(), rel=1e-5)
 
 
 @pytest.mark.full
@@ -163,10 +233,11 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(t
     copy = shutil.copytree(data, tmp_path / 'copy')
 
     def measured(network, data, *flags):
-        run(tmp_path / network, f'--data={data}', f'--out={tmp_path / "out"}', *flags)
+        where = [f'--data={data}'] if data else []
+        run(tmp_path / network, *where, f'--out={tmp_path / "out"}', '--overwrite', *flags)
         return result(tmp_path / 'out')
 
-    for place in data, copy:
+    for place in data, copy, None:  # None: the data of the run
         found = measured('first', place)
         assert found['means'] == reported and found['images'] == 9 and found['trained_on'] == 0
     assert measured('first', copy, '--split=all')['trained_on'] == 21

@@ -3,65 +3,110 @@
 CHECKPOINT has any format that vit_jax.load reads, or is a name such as augreg:B/16 (vit_jax augreg
 lists these) or hf:OWNER/NAME. DATA is any value of --config.data. Classes are matched by name if
 the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work directory of a run,
-and DATA is its config.data, the default split is the one that the run evaluated. --out=DIR writes
-evaluation.json (all metrics, also per class), confusion.npz and confusion.png.
+DATA is by default the run's config.data, and the split is the one that the run evaluated.
+
+--out=DIR writes evaluation.json (all metrics, also per class), confusion.npz, confusion.png and
+reliability.png. --predictions=FILE.csv or FILE.jsonl writes the prediction for each image.
+--mistakes=DIR writes the wrong predictions: mistakes.csv has all, the most confident first, and
+mistakes.png shows the first 48. --suite=imagenet evaluates on the ImageNet validation set, ReaL,
+V2, A, R, Sketch, ObjectNet and C in the folder DATA; --out=DIR then writes suite.json.
 """
 
 import argparse
+import csv
 import functools
+import json
 import math
+import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from vit_jax.base import UserError, atomic_write, make_folder, plural, records, write_json
+from vit_jax.base import (
+    MissingFile,
+    UserError,
+    atomic_write,
+    make_folder,
+    plural,
+    records,
+    require,
+    write_json,
+)
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.remote import redact
 from vit_jax.cli import app, output
+from vit_jax.data.image_decoding import decode
+from vit_jax.data.sources.base import Source, make_names_relative
 from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener
-from vit_jax.evaluation import head
-from vit_jax.evaluation.head import HeadReport
-from vit_jax.figures import bitmaps
+from vit_jax.evaluation import head, imagenet_suite
+from vit_jax.evaluation.head import HeadReport, Prediction
+from vit_jax.figures import bitmaps, curves, style
+from vit_jax.predict import FORMATS, open_output, require_new
 from vit_jax.pretrained import LoadedModel, load
 from vit_jax.studies import lineage, results
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
+RELIABILITY, SUITE = 'reliability.png', 'suite.json'
+MISTAKES, SHEET = 'mistakes.csv', 'mistakes.png'
 _SHOWN = 10  # printed classes, and printed confusions
+_TILES = 48  # images in the contact sheet of mistakes
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the metrics, the worst classes and the most frequent confusions.
-
-    Unreadable images are skipped. Returns 1 if there are any, else 0.
-    """
-    if arguments.out:
+    """Evaluates the checkpoint on a data set or a suite. Returns 1 if an image is unreadable."""
+    if arguments.out or arguments.predictions or arguments.mistakes:
         output.ignore_closed_pipes()
-    origin = lineage.find_source_run(arguments.checkpoint)
-    split = arguments.split or (origin.choose_split(arguments.data) if origin else 'test')
+    _check_flags(arguments)
     loaded = load(arguments.checkpoint, **app.checkpoint_options(arguments))
     print('\n'.join(loaded.report))
     loaded.require_head()
+    evaluate = _evaluate_suite if arguments.suite else _evaluate_data
+    return evaluate(loaded, arguments)
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Raises UserError if flags do not fit together, or if a file exists already."""
+    out, mistakes, predictions = arguments.out, arguments.mistakes, arguments.predictions
+    if arguments.suite:
+        unused = [n for n in ('split', 'labels', 'mistakes', 'predictions') if vars(arguments)[n]]
+        wrong = f'--{"".join(unused[:1])}: not used with --suite; leave it out'
+        require(not unused, wrong)
+        require(arguments.data is not None, '--suite: expected --data=FOLDER with the test sets')
+    for folder in filter(None, (out, mistakes)):
+        make_folder(folder)
+    tables = (out, SUITE if arguments.suite else NUMBERS), (mistakes, MISTAKES)
+    files = [os.path.join(folder, name) for folder, name in tables if folder]
+    require_new([*files, predictions], overwrite=arguments.overwrite)
+
+
+def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
+    """Prints the metrics, the worst classes and the most frequent confusions; writes files."""
+    origin = lineage.find_source_run(arguments.checkpoint)
+    data: str = arguments.data or (origin.data if origin else '')
+    require(bool(data), f'--data: missing; expected labeled images: {EXPECTED}')
+    split = arguments.split or (origin.choose_split(data) if origin else 'test')
     open_split = make_opener(origin.held_out if origin else None)
-    source = open_split(arguments.data, split, arguments.labels)
+    source = open_split(data, split, arguments.labels)
     trained = len(origin.find_training_images(source)) if origin else 0
     source = head.match_classes(source, loaded, by_order=arguments.by_order)
-    if arguments.out:
-        make_folder(arguments.out)
-    unreadable = list[str]()
+    unreadable, total = list[str](), -(-len(source) // arguments.batch_size)
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
-    reader, size = head.make_model_reader(loaded, source, **options), arguments.batch_size
     with output.progress_bar() as bar:
-        total = -(-len(source) // size)
         report = head.evaluate_head(
             loaded,
-            reader,
-            batch_size=size,
-            relabeled=_are_relabeled(open_split, arguments, split),
+            head.make_model_reader(loaded, source, **options),
+            batch_size=arguments.batch_size,
+            relabeled=_are_relabeled(open_split, data, split, arguments.labels),
+            only_data_classes=arguments.only_data_classes,
             watch=functools.partial(bar.track, total=total, description='batches'),
         )
     images, classes = plural(report.num_images, 'image'), plural(len(report.classes), 'class')
-    print(f'{arguments.data}, {split}: {images} of {classes}')
+    print(f'{data}, {split}: {images} of {classes}')
+    if origin and not arguments.split and split == origin.choose_split(data):
+        print(f'{split}: the evaluated split of {origin.workdir}; --split=NAME selects another')
     if arguments.by_order or not loaded.class_names:
         pairs = [f'{number} = {name}' for number, name in enumerate(source.class_names)]
         pairs = pairs if len(pairs) < 5 else [*pairs[:3], '...', pairs[-1]]
@@ -71,38 +116,64 @@ def main(arguments: argparse.Namespace) -> int:
         print(f'warning: {text}; their accuracy says nothing about new images')
     for gap in origin.gaps if origin else []:
         print(f'warning: {gap}; some images may be undetected training images')
-    print()
-    print('\n'.join(_describe_report(report)))
+    print('\n' + '\n'.join(_describe_report(report)))
+    written = list[pathlib.Path]()
     if arguments.out:
-        measured = {'split': split, 'trained_on': trained if origin else None}
-        _write_files(pathlib.Path(arguments.out), report, loaded, arguments, measured)
+        trained_on = {'split': split, 'trained_on': trained if origin else None}
+        settings = {'data': data, 'labels': arguments.labels} | trained_on
+        settings |= _describe_model(loaded, arguments)
+        written += _write_report(pathlib.Path(arguments.out), report, settings)
+    if arguments.predictions:
+        path = pathlib.Path(arguments.predictions)
+        written.append(_write_predictions(path, report.predictions))
+    if arguments.mistakes:
+        written += _write_mistakes(pathlib.Path(arguments.mistakes), report, source)
+    if written:
+        print(f'\nwritten: {", ".join(map(str, written))}')
     return output.report_unreadable(unreadable, len(source))
 
 
-def _are_relabeled(open_split: Opener, arguments: argparse.Namespace, split: str) -> bool:
+def _are_relabeled(open_split: Opener, data: str, split: str, labels: str | None) -> bool:
     """Returns whether --labels replaces labels of one class per image.
 
     True if the data has several labels to choose from, so that its own labels are unknown.
     """
-    if arguments.labels is None:
+    if labels is None:
         return False
     try:
-        return not open_split(arguments.data, split).multi_label
+        return not open_split(data, split).multi_label
     except UserError:  # TFDS data whose labels must be chosen
         return True
 
 
 def _describe_report(report: HeadReport) -> list[str]:
     """Formats the metrics, the worst classes and the most frequent confusions."""
-    lines = [f'{_format_name(n):<24}{results.text_of(n, x):>8}' for n, x in report.means.items()]
-    name = 'average_precision' if 'average_precision' in report.classes[0] else 'accuracy'
-    worst = sorted(report.classes, key=lambda one: one[name])[:_SHOWN]
-    fewer = f' (lowest {_SHOWN})' if len(worst) < len(report.classes) else ''
-    lines.append(f'\n{_format_name(name)} per class{fewer}:')
-    lines += [
-        f'  {one[name]:8.2%} of {one["images"]:,}  {output.escape_controls(one["class"])}'
-        for one in worst
-    ]
+    means = dict(report.means)
+    if (found := report.calibration) is not None:
+        nll, brier, error, _ = found.scores
+        means |= {'negative_log-likelihood': nll, 'Brier_score': brier}
+    lines = [f'{_format_name(n):<24}{results.text_of(n, x):>8}' for n, x in means.items()]
+    if found is not None:
+        lines.append(f'{"calibration error (ECE)":<24}{error:>8.2%}')
+        one, two = found.before, found.after
+        text = 'fitted to one half; other half: '
+        text += f'ECE {one.calibration_error:.2%} -> {two.calibration_error:.2%}'
+        text += f', negative log-likelihood {one.nll:.4g} -> {two.nll:.4g}'
+        lines.append(
+            f'{"temperature":<24}{found.temperature:>8.3g}  fitted to one half; other half: {text}'
+        )
+    known = 'average_precision', 'recall', 'accuracy', 'precision'
+    names = [name for name in known if name in report.classes[0]]
+    worst = sorted(report.classes, key=lambda one: one[names[0]])[:_SHOWN]
+    is_part = len(worst) < len(report.classes)
+    fewer = f' ({_SHOWN} with the lowest {_format_name(names[0])})' if is_part else ''
+    heads = [*map(_format_name, names), 'images']
+    lines.append(f'\n  {"  ".join(f"{head:>7}" for head in heads)}  class{fewer}')
+    for one in worst:
+        values = ['-' if one[name] is None else f'{one[name]:.2%}' for name in names]
+        cells = zip(heads, [*values, f'{one["images"]:,}'], strict=True)
+        row = '  '.join(f'{text:>{max(7, len(head))}}' for head, text in cells)
+        lines.append(f'  {row}  {output.escape_controls(one["class"])}')
     confusions = report.confusions()[:_SHOWN]
     lines += ['', 'most frequent confusions:'] if confusions else []
     for one in confusions:
@@ -115,48 +186,148 @@ def _format_name(name: str) -> str:
     return name.replace('top5', 'top-5').replace('_', ' ')
 
 
-def _write_files(
-    folder: pathlib.Path,
-    report: HeadReport,
-    loaded: LoadedModel,
-    arguments: argparse.Namespace,
-    measured: dict[str, Any],
-) -> None:
-    """Writes the metrics with the evaluation settings, and the confusion matrix."""
-    values = {'data': arguments.data, 'labels': arguments.labels, **measured} | {
+def _describe_model(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the checkpoint and how images are prepared for it, as JSON."""
+    return {
         'checkpoint': redact(arguments.checkpoint),
         'origin': loaded.origin,
         'image_size': list(loaded.config.image_size),
         'preprocessing': records.to_dict(loaded.preprocessing),
+    }
+
+
+def _write_report(
+    folder: pathlib.Path, report: HeadReport, settings: dict[str, Any]
+) -> list[pathlib.Path]:
+    """Writes the metrics with the settings, the confusion matrix and the reliability diagram."""
+    values = settings | {
         'images': report.num_images,
         'means': {n: x if math.isfinite(x) else None for n, x in report.means.items()},
         'classes': report.classes,
     }
-    written = [NUMBERS]
+    names = [NUMBERS]
     if report.confusion is not None:
         values['confusions'] = report.confusions()
         matrix = {'confusion': report.confusion, 'class_names': np.array(report.names)}
         array_files.write_npz(folder / MATRIX, matrix)
-        with atomic_write(folder / PICTURE) as partial:
-            bitmaps.draw_confusion_matrix(report.confusion, report.names).save(partial, 'PNG')
-        written += [MATRIX, PICTURE]
+        _save_picture(
+            folder / PICTURE, bitmaps.draw_confusion_matrix(report.confusion, report.names)
+        )
+        names += [MATRIX, PICTURE]
+    if (found := report.calibration) is not None:
+        values['calibration'] = found.to_json()
+        with atomic_write(folder / RELIABILITY) as partial:
+            partial.write_bytes(style.png(curves.draw_reliability(found)))
+        names.append(RELIABILITY)
     write_json(folder / NUMBERS, values)
-    print(f'\nwritten: {", ".join(str(folder / name) for name in written)}')
+    return [folder / name for name in names]
+
+
+def _save_picture(path: pathlib.Path, picture: Image.Image) -> None:
+    with atomic_write(path) as partial:
+        picture.save(partial, 'PNG')
+
+
+def _write_predictions(path: pathlib.Path, rows: Sequence[Prediction]) -> pathlib.Path:
+    """Writes predictions as CSV, or as JSON lines if the path ends with .jsonl."""
+    form = FORMATS[path.suffix.lower()]
+    with open_output(str(path), form) as file:
+        if form == 'jsonl':
+            file.writelines(f'{json.dumps(row._asdict())}\n' for row in rows)
+        else:
+            csv.writer(file, lineterminator='\n').writerows([Prediction._fields, *rows])
+    return path
+
+
+def _write_mistakes(folder: pathlib.Path, report: HeadReport, source: Source) -> list[pathlib.Path]:
+    """Writes the wrong predictions, most confident first, and a contact sheet of the first ones."""
+    wrong = [one for one in report.predictions if not one.correct]
+    wrong.sort(key=lambda one: -one.probability)
+    written, tiles = [_write_predictions(folder / MISTAKES, wrong)], []
+    for one in wrong[:_TILES]:
+        (name,) = make_names_relative([one.path], source.data)
+        lines = f'true: {one.label}', f'{one.probability:.0%}: {one.predicted}', name
+        tiles.append((decode(source.read(one.image)[0], exif_rotation=True), lines))
+    if tiles:
+        _save_picture(folder / SHEET, bitmaps.draw_gallery(tiles))
+        written.append(folder / SHEET)
+    return written
+
+
+def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
+    """Prints a line per test set, and how to get the missing ones; writes suite.json."""
+    imagenet_suite.check_model(loaded)
+    unreadable, missing = list[str](), dict[str, str]()
+    found = dict[str, dict[str, float]]()
+    options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
+    for test_set in imagenet_suite.TEST_SETS:
+        with output.progress_bar() as bar:
+            watch = functools.partial(bar.track, total=None, description=test_set.name)
+            try:
+                found[test_set.name] = imagenet_suite.evaluate(
+                    test_set,
+                    loaded,
+                    pathlib.Path(arguments.data),
+                    batch_size=arguments.batch_size,
+                    watch=watch,
+                    **options,
+                )
+            except MissingFile as error:
+                missing.setdefault(test_set.command, str(error))
+                continue
+        means = found[test_set.name]
+        text = ', '.join(f'{_format_name(n)} {results.text_of(n, x)}' for n, x in means.items())
+        print(f'{test_set.name:<22}{text}', flush=True)
+    mce = imagenet_suite.mean_corruption_error(found)
+    if mce is not None:
+        print(f'{"c":<22}mCE {mce:.2%}')
+    for command, reason in missing.items():
+        print(f'left out: {reason}; to get it, run in {arguments.data}: {command}')
+    require(bool(found), f'{arguments.data}: none of the test sets was found')
+    if arguments.out:
+        path = pathlib.Path(arguments.out, SUITE)
+        values = {
+            'data': arguments.data,
+            'sets': found,
+            'mCE': mce,
+            'missing': [*missing.values()],
+        }
+        write_json(path, values | _describe_model(loaded, arguments))
+        print(f'\nwritten: {path}')
+    return output.report_unreadable(unreadable, sum(int(m['images']) for m in found.values()))
+
+
+def _table_path(text: str) -> str:
+    """Parses the path of a CSV file or a file of JSON lines."""
+    if not text.lower().endswith(('.csv', '.jsonl')):
+        raise argparse.ArgumentTypeError(f'{text!r}: expected FILE.csv or FILE.jsonl')
+    return app.local_path(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('evaluate', __doc__)
-    parser.add_argument('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
-    parser.add_argument('--data', required=True, metavar='DATA', help=f'labeled images: {EXPECTED}')
+    add = parser.add_argument
+    add('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
+    text = f'labeled images: {EXPECTED}; default: the data of the run of CHECKPOINT'
+    add('--data', metavar='DATA', help=text)
     text = 'split or slice, such as train[90%%:]; default: as in the run of CHECKPOINT, else test'
-    parser.add_argument('--split', metavar='NAME', help=text)
+    add('--split', metavar='NAME', help=text)
     text = "file with labels that replace the data's labels, such as ReaL's real.json"
-    parser.add_argument('--labels', metavar='FILE.json', help=text)
+    add('--labels', metavar='FILE.json', help=text)
     text = "match classes by order instead of by name: the data's first class is output 0"
-    parser.add_argument('--by_order', action='store_true', help=text)
-    text = 'directory for evaluation.json, confusion.npz and confusion.png; default: not written'
-    parser.add_argument('--out', type=app.local_path, metavar='DIR', help=text)
+    add('--by_order', action='store_true', help=text)
+    text = 'predict only classes that occur in the data, as usual for ImageNet-A and -R'
+    add('--only_data_classes', action='store_true', help=text)
+    text = 'evaluate on a suite of test sets, in subfolders of --data'
+    add('--suite', choices=['imagenet'], help=text)
+    text = 'directory for metrics, confusion matrix and reliability diagram; default: not written'
+    add('--out', type=app.local_path, metavar='DIR', help=text)
+    text = 'file for the prediction for each image; default: not written'
+    add('--predictions', type=_table_path, metavar='FILE.csv', help=text)
+    text = 'directory for the wrong predictions and a contact sheet; default: not written'
+    add('--mistakes', type=app.local_path, metavar='DIR', help=text)
+    add('--overwrite', action='store_true', help='replace existing files')
     app.add_image_flags(parser)
     return parser
 

@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
     form: str = arguments.format or FORMATS.get(suffix, '')
     expected = 'expected FILE.csv, FILE.jsonl or FILE.txt, or --format'
     require(bool(form), f'--out={arguments.out}: unknown ending; {expected}')
-    _check_paths(arguments)
+    require_new((arguments.out, arguments.features), overwrite=arguments.overwrite)
     if arguments.out or arguments.features:
         output.ignore_closed_pipes()
     source = unlabeled_source(arguments.images)
@@ -87,10 +87,10 @@ def main(arguments: argparse.Namespace) -> int:
     return output.report_unreadable(unreadable, len(source))
 
 
-def _check_paths(arguments: argparse.Namespace) -> None:
-    """Raises UserError if an output file exists already or cannot be written."""
-    for path in filter(None, (arguments.out, arguments.features)):
-        exists = os.path.exists(path) and not arguments.overwrite
+def require_new(paths: Iterable[str | None], *, overwrite: bool) -> None:
+    """Raises UserError if an output file exists and `overwrite` is False, or is not writable."""
+    for path in filter(None, paths):
+        exists = os.path.exists(path) and not overwrite
         require(not exists, f'{path}: exists already; pass --overwrite to replace it')
         can_write = os.access(pathlib.Path(path).absolute().parent, os.W_OK)
         require(can_write, f'{path}: its folder is missing or not writable')

@@ -26,6 +26,7 @@ from vit_jax.training.losses import BatchSums, Loss
 
 # Wraps an iterator of batches, for example to show progress.
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
+_PRECISION_OUTPUTS = {'logits', 'targets'}  # outputs that the mean average precision needs
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
 # By default, each evaluation runs 10 times. If it would evaluate more than a fifth as many images
 # as training uses, it runs fewer times, but at least once. Training on an image takes three times
@@ -106,7 +107,7 @@ class Evaluator:
     def list_metrics(self, params: Params, reader: ImageReader) -> list[str]:
         """Lists the names of `Evaluation.means`, for abstract parameters."""
         sums, _, outputs = jax.eval_shape(self.step, params, self.batches.abstract(reader))
-        return [*sums, *(['mean_average_precision'] if 'logits' in outputs else [])]
+        return [*sums, *(['mean_average_precision'] if _PRECISION_OUTPUTS <= {*outputs} else [])]
 
     def evaluate(
         self,
@@ -151,7 +152,7 @@ class Evaluator:
         means = {name: total / examples for name, total in totals.items()}
         arrays = {name: np.concatenate(values) for name, values in parts.items()}
         precisions = None
-        if 'logits' in arrays:
+        if _PRECISION_OUTPUTS <= {*arrays}:
             precisions = average_precisions(arrays['logits'], arrays['targets'])
             means['mean_average_precision'] = float(np.nanmean(precisions))
         return Evaluation(means, arrays, readable, average_precisions=precisions)

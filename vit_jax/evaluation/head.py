@@ -1,18 +1,21 @@
-"""Evaluates a checkpoint with its own head on labeled images, overall and per class."""
+"""Evaluates a checkpoint with its own head on labeled images: overall, per class, per image."""
 
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Float, Int, Num, UserError, plural, require
+from vit_jax.base import Array, Bool, Float, Int, Key, Num, Params, UserError, plural, require
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import Source, renumber_classes
 from vit_jax.distributed import meshes
+from vit_jax.evaluation import calibration
+from vit_jax.evaluation.calibration import Calibration
 from vit_jax.evaluation.evaluator import (
     Evaluation,
     Watch,
@@ -26,15 +29,31 @@ from vit_jax.pretrained import LoadedModel
 from vit_jax.training import losses
 from vit_jax.training.update import make_loss_sums
 
+# Logit of a class that cannot be predicted. With -inf, the loss would be NaN.
+_EXCLUDED = -1e30
+
+
+class Prediction(NamedTuple):
+    """The prediction for one image."""
+
+    image: int  # index of the image in the split
+    path: str  # name of the image
+    label: str  # its class; several classes are separated by semicolons
+    predicted: str  # the most probable class
+    probability: float  # probability of this class
+    correct: bool
+
 
 class HeadReport(NamedTuple):
-    """Metrics over the readable images, overall and per class."""
+    """Metrics over the readable images, overall, per class and per image."""
 
     num_images: int  # number of readable images
     means: dict[str, float]  # mean loss and metrics, by name
     classes: list[dict[str, Any]]  # `class`, `images` and metrics of each class with images
     names: list[str]  # classes of the rows and columns of `confusion`
     confusion: Int[np.ndarray, 'k k'] | None  # images by (class, prediction); None: multi-label
+    predictions: list[Prediction]  # of the readable images, in order
+    calibration: Calibration | None  # None: multi-label, one image, or not requested
 
     def confusions(self) -> list[dict[str, Any]]:
         """Lists pairs of confused classes (`class`, `predicted`, `images`), most frequent first."""
@@ -97,6 +116,8 @@ def evaluate_head(
     *,
     batch_size: int,
     relabeled: bool = False,
+    only_data_classes: bool = False,
+    calibrate: bool = True,
     watch: Watch = iter,
 ) -> HeadReport:
     """Evaluates the predictions of a checkpoint.
@@ -114,6 +135,9 @@ def evaluate_head(
       batch_size: Images per batch.
       relabeled: Whether the labels are several correct classes for images of a data set with one
         class per image, as in ReaL.
+      only_data_classes: Whether to predict only classes that occur in the data, as usual for
+        ImageNet-A and ImageNet-R, which have 200 of 1,000 classes.
+      calibrate: Whether to compute the calibration, for which the logits of all images are kept.
       watch: Wraps the iterator of batches, for example to show progress.
 
     Raises:
@@ -123,14 +147,29 @@ def evaluate_head(
     loaded.require_head()
     source = reader.source
     kind: losses.LossKind = 'sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'
-    loss, outputs = losses.make_loss(losses.LossConfig(kind=kind)), labels_and_predictions
-    if source.multi_label and (relabeled or loaded.card.loss == 'softmax'):
-        loss, outputs = with_scaled_targets(loss), _predictions_and_targets
-    elif source.multi_label:
-        outputs = logits_and_targets
+    loss = losses.make_loss(losses.LossConfig(kind=kind))
+    any_is_right = source.multi_label and (relabeled or loaded.card.loss == 'softmax')
+    absent = find_absent_classes(source) if only_data_classes else None
+
+    def apply(params: Params, images: Array, key: Key[Array, ''] | None) -> Float[Array, 'b k']:
+        logits = with_highest_precision(loaded.model.apply)(params, images, key)
+        return logits if absent is None else jnp.where(absent, _EXCLUDED, logits)
+
+    def outputs(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> dict[str, Array]:
+        best, probabilities = logits.argmax(axis=-1), loaded.card.probabilities(logits)
+        values = {'predicted': best, 'probability': probabilities.max(axis=-1)}
+        if not source.multi_label:
+            values['label'] = targets.argmax(axis=-1)
+            values |= {'class_logits': logits} if calibrate else {}
+        elif any_is_right:
+            values['targets'] = targets
+        else:
+            return values | logits_and_targets(logits, targets)
+        return values | losses.example_metrics(logits, targets)
+
     loss_sums = make_loss_sums(
-        with_highest_precision(loaded.model.apply),
-        loss,
+        apply,
+        with_scaled_targets(loss) if any_is_right else loss,
         functools.partial(normalize, preprocessing=loaded.preprocessing),
         outputs=outputs,
     )
@@ -139,35 +178,52 @@ def evaluate_head(
     return _make_report(evaluator.evaluate(params, reader, watch=watch), source)
 
 
+def find_absent_classes(source: Source) -> Bool[np.ndarray, 'k']:
+    """Returns whether each class of a source has no image."""
+    numbers = np.nonzero(source.labels)[1] if source.multi_label else source.labels
+    return ~np.isin(np.arange(len(source.class_names)), numbers)
+
+
 def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
-    """Adds metrics per class to an evaluation. Raises UserError if no image has a class."""
+    """Adds predictions and metrics per class. Raises UserError if no image has a class."""
     outputs, means, names = evaluation.outputs, evaluation.means, source.class_names
     of_class = functools.partial(class_means, num_classes=len(names))
     targets = outputs['targets' if source.multi_label else 'label']
     metrics = {name: of_class(outputs[name], targets) for name in means if name in outputs}
-    confused, confusion = list[str](), None
+    confused, confusion, calibrated = list[str](), None, None
     if evaluation.average_precisions is not None:
         metrics['average_precision'] = evaluation.average_precisions
     if not source.multi_label:
+        metrics['recall'] = metrics.pop('accuracy')
         metrics['precision'] = of_class(outputs['accuracy'], outputs['predicted'])
         confused, confusion = _confusion(targets, outputs['predicted'], names)
+        if 'class_logits' in outputs and evaluation.num_images > 1:
+            calibrated = calibration.evaluate(outputs['class_logits'], targets)
     classes = _list_classes(names, targets, metrics)
     require(bool(classes), f'none of {evaluation.num_images:,} images has a class')
-    return HeadReport(evaluation.num_images, means, classes, confused, confusion)
+    predictions = _list_predictions(evaluation, source, targets)
+    return HeadReport(
+        evaluation.num_images, means, classes, confused, confusion, predictions, calibrated
+    )
 
 
-def labels_and_predictions(
-    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
-) -> dict[str, Array]:
-    """Returns class number, predicted class number, and metrics of each example."""
-    numbers = {'label': targets.argmax(axis=-1), 'predicted': logits.argmax(axis=-1)}
-    return numbers | losses.example_metrics(logits, targets)
-
-
-def _predictions_and_targets(
-    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
-) -> dict[str, Array]:
-    return labels_and_predictions(logits, targets) | {'targets': targets}
+def _list_predictions(
+    evaluation: Evaluation, source: Source, targets: Num[np.ndarray, 'n ...']
+) -> list[Prediction]:
+    """Lists the prediction for each readable image."""
+    names, images = source.class_names, np.flatnonzero(evaluation.readable).tolist()
+    columns = (
+        images,
+        source.read_names(images),
+        targets,
+        *(evaluation.outputs[name].tolist() for name in ('predicted', 'probability')),
+    )
+    found = []
+    for image, path, target, best, probability in zip(*columns, strict=True):
+        labels = np.flatnonzero(target).tolist() if target.ndim else [int(target)]
+        label = '; '.join(names[number] for number in labels)
+        found.append(Prediction(image, path, label, names[best], probability, best in labels))
+    return found
 
 
 def _list_classes(

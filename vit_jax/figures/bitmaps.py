@@ -1,4 +1,4 @@
-"""Draws pictures without matplotlib: a contact sheet of images, and a confusion matrix.
+"""Draws pictures without matplotlib: contact sheets of images, and a confusion matrix.
 
 The fonts are part of OpenCV, so that class names in most scripts can be drawn on any machine.
 """
@@ -14,6 +14,7 @@ from vit_jax.base import Float, Int, UInt8
 _TEXT, _WEIGHT, _LINE = 12, 400, 15  # font size, font weight, line height, in pixels
 _NAME_WIDTH = 170  # maximum, in pixels
 _HEAD_HEIGHT, _MIN_IMAGE_SIDE, _FRAME = 24, 96, 2  # pixels, in the contact sheet
+_TILE, _GAP, _COLUMNS = 160, 8, 6  # pixels and number of columns, in the gallery
 _MAX_MATRIX_PIXELS = 2000  # maximum side of the matrix, in pixels
 _WHITE, _DARK, _GRAY = np.array([255, 255, 255]), np.array([8, 48, 107]), (128, 128, 128)
 
@@ -41,6 +42,23 @@ def draw_contact_sheet(
     for column, text in enumerate(heads):
         _write(head, text, _NAME_WIDTH + column * width + 4, _HEAD_HEIGHT // 2)
     return Image.fromarray(np.concatenate([head, *lines]))
+
+
+def draw_gallery(tiles: Sequence[tuple[np.ndarray, Sequence[str]]]) -> Image.Image:
+    """Draws images of any size, scaled to fit into equal squares, above their lines of text."""
+    height = _TILE + _LINE * max(len(lines) for _, lines in tiles) + _GAP
+    columns = min(_COLUMNS, len(tiles))
+    sheet = _blank(-(-len(tiles) // columns) * height + _GAP, columns * (_TILE + _GAP) + _GAP)
+    for place, (image, lines) in enumerate(tiles):
+        top, left = place // columns * height + _GAP, place % columns * (_TILE + _GAP) + _GAP
+        scale = _TILE / max(image.shape[:2])
+        h, w = (max(1, round(side * scale)) for side in image.shape[:2])
+        method = cv2.INTER_NEAREST if scale > 2 else cv2.INTER_AREA
+        y, x = top + (_TILE - h) // 2, left + (_TILE - w) // 2
+        sheet[y : y + h, x : x + w] = cv2.resize(image, (w, h), interpolation=method)
+        for number, text in enumerate(lines):
+            _write(sheet, _shorten(text, _TILE), left, top + _TILE + _LINE * number + _LINE // 2)
+    return Image.fromarray(sheet)
 
 
 def draw_confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) -> Image.Image:

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.ticker import EngFormatter, NullLocator, PercentFormatter
 
 from vit_jax.base import Float
+from vit_jax.evaluation.calibration import Calibration
 from vit_jax.figures import style
 
 _WIDTH, _HEIGHT = 8.0, 4.2  # inches
@@ -66,6 +67,29 @@ def draw_curves(
     elif scale == 'percent':
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(axis='y', color='0.9')
+    style.add_legend(drawing, axes)
+    return drawing
+
+
+@style.styled
+def draw_reliability(found: Calibration) -> style.Drawing:
+    """Draws the accuracy over the confidence of each bin (reliability diagram).
+
+    The area of a point is proportional to the share of the images in its bin.
+    """
+    drawing = style.canvas(5.6, 5.6, 'Accuracy by confidence')
+    axes = drawing.subplots()
+    axes.plot([0, 1], [0, 1], color='0.6', linestyle='--', label='calibrated')
+    scaled = f'temperature {found.temperature:.3g}, half of the images'
+    for place, (name, scores) in enumerate((('all images', found.scores), (scaled, found.after))):
+        x, y, size = np.array([(b.confidence, b.accuracy, b.images) for b in scores.bins]).T
+        label = f'{name}: ECE {scores.calibration_error:.2%}'
+        axes.plot(x, y, color=style.COLORS[place], label=label)
+        axes.scatter(x, y, 600 * size / size.sum(), color=style.COLORS[place], alpha=0.6)
+    for axis in axes.xaxis, axes.yaxis:
+        axis.set_major_formatter(PercentFormatter(1.0))
+    axes.set(xlabel='confidence: probability of the predicted class', ylabel='accuracy')
+    axes.grid(color='0.9')
     style.add_legend(drawing, axes)
     return drawing
 

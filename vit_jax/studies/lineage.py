@@ -20,6 +20,7 @@ class SourceRun(NamedTuple):
     Training images of earlier runs, through `start_from`, are included.
     """
 
+    workdir: Path
     data: str
     held_out: HeldOut  # how data without splits was divided
     split: str  # the evaluated split
@@ -76,4 +77,4 @@ def find_source_run(checkpoint: str, later: frozenset[Path] = frozenset()) -> So
         gaps += earlier.gaps
     elif start and not is_remote_name(start) and not os.path.exists(start):
         gaps.append(f'{start}: missing; {workdir} was started from it')
-    return SourceRun(str(config['data']), held_out, split, trained_on, gaps)
+    return SourceRun(workdir, str(config['data']), held_out, split, trained_on, gaps)

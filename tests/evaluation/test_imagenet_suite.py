@@ -1,0 +1,124 @@
+"""ImageNet's test sets, in folders as their authors distribute them, with a few small images."""
+
+import json
+import pathlib
+
+import cv2
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.networks import loaded
+from vit_jax.base import MissingFile, UserError
+from vit_jax.data import imagenet_classes
+from vit_jax.evaluation import head, imagenet_suite
+
+IDS, NAMES = imagenet_classes.ids(), imagenet_classes.names()
+SETS = {one.name: one for one in imagenet_suite.TEST_SETS}
+# Errors of ResNet-50 in percent of AlexNet's; their mean is 76.7 (Hendrycks and Dietterich 2019).
+RESNET50 = dict(
+    zip(
+        imagenet_suite.ALEXNET_ERRORS,
+        (80, 82, 83, 75, 89, 78, 80, 78, 75, 66, 57, 71, 85, 77, 77),
+        strict=True,
+    )
+)
+
+
+@pytest.fixture(scope='module')
+def network():
+    return loaded(tiny.model(num_classes=1000), class_names=NAMES)
+
+
+def write_image(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(value)
+    cv2.imwrite(str(path), rng.integers(0, 255, (20, 20, 3), np.uint8))
+
+
+def accuracy_by_hand(network, paths, labels, allowed, cut=0):
+    """Top-1 accuracy with the other logits removed; `labels` are lists of class numbers."""
+    images = [cv2.imread(str(p))[..., ::-1] for p in paths]
+    images = [image[cut : len(image) - cut, cut : len(image) - cut] for image in images]
+    logits = network.logits(np.stack([network.preprocess(np.array(image)) for image in images]))
+    best = np.array(allowed)[logits[:, allowed].argmax(axis=1)]
+    return np.mean([one in right for one, right in zip(best, labels, strict=True)])
+
+
+@pytest.mark.parametrize('name, folder', [('a', 'imagenet-a'), ('r', 'imagenet-r')])
+def test_only_the_classes_of_a_and_r_are_predicted(network, tmp_path, name, folder):
+    """With timm's lists of the 200 class numbers: the argmax of the logits of these classes."""
+    numbers = json.loads(pathlib.Path('tests/fixtures/imagenet_subsets.json').read_text())[name]
+    assert len(numbers) == 200
+    paths = [tmp_path / folder / IDS[n] / 'x.png' for n in numbers]
+    for number, path in zip(numbers, paths, strict=True):
+        write_image(path, number)
+    found = imagenet_suite.evaluate(SETS[name], network, tmp_path, batch_size=64)
+    source = SETS[name].open(tmp_path)
+    present = ~head.find_absent_classes(head.match_classes(source, network, by_order=False))
+    assert np.flatnonzero(present).tolist() == sorted(numbers)
+    labels = [[n] for n in numbers]
+    assert found['accuracy'] == accuracy_by_hand(network, paths, labels, numbers)
+    assert found['images'] == 200
+
+
+def test_objectnet_accepts_any_counterpart_and_crops_the_frame(network, tmp_path):
+    root = tmp_path / 'objectnet-1.0'
+    (root / 'mappings').mkdir(parents=True)
+    labels = {'alarm_clock': 'Alarm clock', 'jeans': 'Jeans', 'milk': 'Milk'}
+    synonyms = {'Alarm clock': 'analog clock; digital clock', 'Jeans': 'jean, blue jean, denim'}
+    (root / 'mappings' / 'folder_to_objectnet_label.json').write_text(json.dumps(labels))
+    (root / 'mappings' / 'objectnet_to_imagenet_1k.json').write_text(json.dumps(synonyms))
+    paths = [root / 'images' / name / f'{i}.png' for name in labels for i in range(8)]
+    for value, path in enumerate(paths):
+        write_image(path, value)
+    numbers = [409, 530], [608]  # class numbers of the two clocks and of jeans
+    right = [numbers[i // 8] for i in range(16)]
+    expected = accuracy_by_hand(network, paths[:16], right, [409, 530, 608], cut=2)
+    found = imagenet_suite.evaluate(SETS['objectnet'], network, tmp_path, batch_size=16)
+    assert found['accuracy'] == expected and found['images'] == 16
+    assert 0 < expected < 1
+
+
+def test_v2_folders_are_class_numbers(tmp_path):
+    folder = tmp_path / 'imagenetv2-matched-frequency-format-val'
+    for number in 3, 12, 999:
+        write_image(folder / str(number) / 'x.png', number)
+    source = SETS['v2'].open(tmp_path)
+    assert [source.class_names[label] for label in source.labels] == [
+        IDS[int(pathlib.Path(name).parent.name)] for name in source.read_names(range(len(source)))
+    ]
+
+
+def test_corrupted_images_are_resized_whole_and_all_severities_count(network, tmp_path):
+    paths = [tmp_path / f'imagenet-c/fog/{level}/{IDS[7]}/x.png' for level in range(1, 6)]
+    for value, path in enumerate(paths):
+        write_image(path, value)
+    found = imagenet_suite.evaluate(SETS['c/fog'], network, tmp_path, batch_size=8)
+    assert found['images'] == 5
+    paths[0].unlink()
+    with pytest.raises(UserError, match='fog/1'):
+        imagenet_suite.evaluate(SETS['c/fog'], network, tmp_path, batch_size=8)
+
+
+def test_the_mean_corruption_error_is_relative_to_alexnet():
+    errors = imagenet_suite.ALEXNET_ERRORS
+    alexnet = {f'c/{name}': {'accuracy': 1 - error} for name, error in errors.items()}
+    assert imagenet_suite.mean_corruption_error(alexnet) == pytest.approx(1)
+    ratios = {n: {'accuracy': 1 - RESNET50[n[2:]] / 100 * errors[n[2:]]} for n in alexnet}
+    assert imagenet_suite.mean_corruption_error(ratios) == pytest.approx(0.767, abs=0.005)
+    del ratios['c/fog']
+    assert imagenet_suite.mean_corruption_error(ratios) is None
+
+
+def test_missing_sets_are_named_and_other_models_rejected(network, tmp_path):
+    for name, one in SETS.items():
+        with pytest.raises(MissingFile, match=str(tmp_path)):
+            one.open(tmp_path)
+        assert any(word in one.command for word in ('curl', 'download')), name
+    imagenet_suite.check_model(network)
+    imagenet_suite.check_model(loaded(tiny.model(num_classes=1000), class_names=IDS))
+    for model in tiny.model(), tiny.model(num_classes=1000):
+        names = tuple(f'x{i}' for i in range(model.num_classes))
+        with pytest.raises(UserError, match=r"ImageNet's 1,000"):
+            imagenet_suite.check_model(loaded(model, class_names=names))

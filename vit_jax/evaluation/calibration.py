@@ -1,0 +1,115 @@
+"""Calibration of class probabilities: log loss, Brier score, calibration error, temperature.
+
+A classifier is calibrated if a fraction p of the images that it classifies with confidence p is
+classified correctly ("On Calibration of Modern Neural Networks", Guo et al. 2017). Probabilities
+are the softmax of the logits, whatever the training loss was.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.optimize
+import scipy.special
+
+from vit_jax.base import Bool, Float, Int
+
+NUM_BINS = 15  # bins of equal width, as in Guo et al.
+_TEMPERATURES = 0.05, 20.0  # range of the fitted temperature
+_CHUNK = 1024  # number of images whose probabilities are in memory at once
+
+
+class Bin(NamedTuple):
+    """Images whose confidence, the probability of the predicted class, is in one bin."""
+
+    images: int
+    confidence: float  # mean confidence
+    accuracy: float
+
+
+class Scores(NamedTuple):
+    """Quality of the probabilities of some images."""
+
+    nll: float  # mean negative log-likelihood of the true class
+    brier: float  # mean squared distance of the probabilities from the one-hot label, 0 to 2
+    calibration_error: float  # mean over images of |accuracy - confidence| of their bin (ECE)
+    bins: list[Bin]  # bins that contain images
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the scores and bins by name."""
+        return self._asdict() | {'bins': [one._asdict() for one in self.bins]}
+
+
+class Calibration(NamedTuple):
+    """Scores of all images, and the effect of dividing the logits by a fitted temperature.
+
+    The temperature is fitted to a random half of the images. `before` and `after` are scores of the
+    other half.
+    """
+
+    scores: Scores
+    temperature: float
+    before: Scores
+    after: Scores
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the temperature and the scores by name."""
+        scores = {'scores': self.scores, 'before': self.before, 'after': self.after}
+        return {'temperature': self.temperature} | {n: s.to_json() for n, s in scores.items()}
+
+
+def evaluate(logits: Float[np.ndarray, 'n k'], labels: Int[np.ndarray, 'n']) -> Calibration:
+    """Computes the scores, and fits the temperature to a half that is drawn with a fixed seed."""
+    order = np.random.default_rng(0).permutation(len(labels))
+    fitted, rest = order[: len(order) // 2], order[len(order) // 2 :]
+    temperature = fit_temperature(logits[fitted], labels[fitted])
+    return Calibration(
+        scores=score(logits, labels),
+        temperature=temperature,
+        before=score(logits[rest], labels[rest]),
+        after=score(logits[rest], labels[rest], temperature),
+    )
+
+
+def fit_temperature(logits: Float[np.ndarray, 'n k'], labels: Int[np.ndarray, 'n']) -> float:
+    """Returns the temperature, from 0.05 to 20, that minimizes the log loss.
+
+    The loss is convex in the inverse temperature, so it has one minimum.
+    """
+
+    def loss(log_temperature: float) -> float:
+        return score(logits, labels, float(np.exp(log_temperature))).nll
+
+    found = scipy.optimize.minimize_scalar(loss, bounds=np.log(_TEMPERATURES), method='bounded')
+    return float(np.exp(found.x))
+
+
+def score(
+    logits: Float[np.ndarray, 'n k'], labels: Int[np.ndarray, 'n'], temperature: float = 1.0
+) -> Scores:
+    """Computes the scores of probabilities softmax(logits / temperature)."""
+    log_likelihoods, distances, confidences = (np.empty(len(labels)) for _ in range(3))
+    for start in range(0, len(labels), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        logs = scipy.special.log_softmax(logits[part].astype(np.float64) / temperature, axis=1)
+        rows, probabilities = np.arange(len(logs)), np.exp(logs)
+        log_likelihoods[part] = logs[rows, labels[part]]
+        confidences[part] = probabilities.max(axis=1)
+        probabilities[rows, labels[part]] -= 1
+        distances[part] = (probabilities**2).sum(axis=1)
+    bins = fill_bins(confidences, logits.argmax(axis=1) == labels)
+    gaps = sum(one.images * abs(one.accuracy - one.confidence) for one in bins)
+    return Scores(-log_likelihoods.mean(), distances.mean(), gaps / len(labels), bins)
+
+
+def fill_bins(confidences: Float[np.ndarray, 'n'], correct: Bool[np.ndarray, 'n']) -> list[Bin]:
+    """Sorts images into bins (0, 1/15], (1/15, 2/15], ..., and drops empty bins."""
+    numbers = np.ceil(confidences * NUM_BINS).astype(int).clip(1, NUM_BINS) - 1
+    counts = np.bincount(numbers, minlength=NUM_BINS)
+    confidence, hits = (
+        np.bincount(numbers, weights=values, minlength=NUM_BINS)
+        for values in (confidences, correct)
+    )
+    return [
+        Bin(int(counts[i]), confidence[i] / counts[i], hits[i] / counts[i])
+        for i in np.flatnonzero(counts)
+    ]

@@ -155,13 +155,11 @@ def _describe_report(report: HeadReport) -> list[str]:
     lines = [f'{_format_name(n):<24}{results.text_of(n, x):>8}' for n, x in means.items()]
     if found is not None:
         lines.append(f'{"calibration error (ECE)":<24}{error:>8.2%}')
-        one, two = found.before, found.after
-        text = 'fitted to one half; other half: '
-        text += f'ECE {one.calibration_error:.2%} -> {two.calibration_error:.2%}'
-        text += f', negative log-likelihood {one.nll:.4g} -> {two.nll:.4g}'
-        lines.append(
-            f'{"temperature":<24}{found.temperature:>8.3g}  fitted to one half; other half: {text}'
-        )
+        lines.append(f'{"temperature":<24}{found.temperature:>8.3g}  fitted to one half')
+        before, after = found.before, found.after
+        text = f'ECE {before.calibration_error:.2%} -> {after.calibration_error:.2%}'
+        text += f', negative log-likelihood {before.nll:.4g} -> {after.nll:.4g}'
+        lines.append(f'  its effect on the other half: {text}')
     known = 'average_precision', 'recall', 'accuracy', 'precision'
     names = [name for name in known if name in report.classes[0]]
     worst = sorted(report.classes, key=lambda one: one[names[0]])[:_SHOWN]

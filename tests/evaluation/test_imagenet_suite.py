@@ -1,5 +1,6 @@
 """ImageNet's test sets, in folders as their authors distribute them, with a few small images."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -11,6 +12,7 @@ from tests import tiny
 from tests.networks import loaded
 from vit_jax.base import MissingFile, UserError
 from vit_jax.data import imagenet_classes
+from vit_jax.data.image_preprocessing import CentralCrop
 from vit_jax.evaluation import head, imagenet_suite
 
 IDS, NAMES = imagenet_classes.ids(), imagenet_classes.names()
@@ -91,11 +93,22 @@ def test_v2_folders_are_class_numbers(tmp_path):
 
 
 def test_corrupted_images_are_resized_whole_and_all_severities_count(network, tmp_path):
-    paths = [tmp_path / f'imagenet-c/fog/{level}/{IDS[7]}/x.png' for level in range(1, 6)]
-    for value, path in enumerate(paths):
-        write_image(path, value)
-    found = imagenet_suite.evaluate(SETS['c/fog'], network, tmp_path, batch_size=8)
-    assert found['images'] == 5
+    """The class is what the model sees in the whole image; in its center it sees another."""
+    write_image(tmp_path / 'x.png', 3)
+    pixels = cv2.imread(str(tmp_path / 'x.png'))[..., ::-1].copy()
+    center = dataclasses.replace(network.preprocessing, crop=CentralCrop(scale=2.0))
+    cropping = dataclasses.replace(
+        network, card=dataclasses.replace(network.card, preprocessing=center)
+    )
+    whole, part = (
+        int(one.logits(one.preprocess(pixels)[None]).argmax()) for one in (network, cropping)
+    )
+    assert whole != part
+    paths = [tmp_path / f'imagenet-c/fog/{level}/{IDS[whole]}/x.png' for level in range(1, 6)]
+    for path in paths:
+        write_image(path, 3)
+    found = imagenet_suite.evaluate(SETS['c/fog'], cropping, tmp_path, batch_size=8)
+    assert found['images'] == 5 and found['accuracy'] == 1
     paths[0].unlink()
     with pytest.raises(UserError, match='fog/1'):
         imagenet_suite.evaluate(SETS['c/fog'], network, tmp_path, batch_size=8)

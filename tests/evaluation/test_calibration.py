@@ -38,8 +38,8 @@ def test_calibration_error_is_the_weighted_gap_of_the_bins():
 
 def test_bins_have_equal_width_and_contain_their_upper_edge():
     edges = np.arange(1, 16) / 15
-    bins = calibration.fill_bins(edges, np.ones(15, bool))
-    assert [one.images for one in bins] == [1] * 15
+    bins = calibration.fill_bins(np.concatenate([edges, edges - 0.01]), np.ones(30, bool))
+    assert [one.images for one in bins] == [2] * 15
     (zero,) = calibration.fill_bins(np.zeros(2), np.zeros(2, bool))
     assert zero.images == 2
 

@@ -94,19 +94,20 @@ def test_v2_folders_are_class_numbers(tmp_path):
 
 def test_corrupted_images_are_resized_whole_and_all_severities_count(network, tmp_path):
     """The class is what the model sees in the whole image; in its center it sees another."""
-    write_image(tmp_path / 'x.png', 3)
-    pixels = cv2.imread(str(tmp_path / 'x.png'))[..., ::-1].copy()
     center = dataclasses.replace(network.preprocessing, crop=CentralCrop(scale=2.0))
     cropping = dataclasses.replace(
         network, card=dataclasses.replace(network.card, preprocessing=center)
     )
+    pixels = np.zeros((20, 20, 3), np.uint8)
+    pixels[:, :4, 0] = pixels[16:, :, 1] = 255
     whole, part = (
         int(one.logits(one.preprocess(pixels)[None]).argmax()) for one in (network, cropping)
     )
     assert whole != part
     paths = [tmp_path / f'imagenet-c/fog/{level}/{IDS[whole]}/x.png' for level in range(1, 6)]
     for path in paths:
-        write_image(path, 3)
+        path.parent.mkdir(parents=True)
+        cv2.imwrite(str(path), pixels[..., ::-1])
     found = imagenet_suite.evaluate(SETS['c/fog'], cropping, tmp_path, batch_size=8)
     assert found['images'] == 5 and found['accuracy'] == 1
     paths[0].unlink()

@@ -98,13 +98,16 @@ def test_corrupted_images_are_resized_whole_and_all_severities_count(network, tm
     cropping = dataclasses.replace(
         network, card=dataclasses.replace(network.card, preprocessing=center)
     )
-    pixels = np.zeros((20, 20, 3), np.uint8)
-    pixels[:, :4, 0] = pixels[16:, :, 1] = 255
+    photos = np.random.default_rng(0).integers(0, 255, (64, 20, 20, 3), np.uint8)
+    photos[:, 5:15, 5:15] = 0
     whole, part = (
-        int(one.logits(one.preprocess(pixels)[None]).argmax()) for one in (network, cropping)
+        one.logits(np.stack([*map(one.preprocess, photos)])).argmax(axis=1)
+        for one in (network, cropping)
     )
-    assert whole != part
-    paths = [tmp_path / f'imagenet-c/fog/{level}/{IDS[whole]}/x.png' for level in range(1, 6)]
+    chosen = int((whole != part).argmax())
+    label, pixels = whole[chosen], photos[chosen]
+    assert label != part[chosen]
+    paths = [tmp_path / f'imagenet-c/fog/{level}/{IDS[label]}/x.png' for level in range(1, 6)]
     for path in paths:
         path.parent.mkdir(parents=True)
         cv2.imwrite(str(path), pixels[..., ::-1])

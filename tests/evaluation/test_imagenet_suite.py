@@ -1,6 +1,7 @@
 """ImageNet's test sets, in folders as their authors distribute them, with a few small images."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -71,15 +72,20 @@ def test_objectnet_accepts_any_counterpart_and_crops_the_frame(network, tmp_path
     synonyms = {'Alarm clock': 'analog clock; digital clock', 'Jeans': 'jean, blue jean, denim'}
     (root / 'mappings' / 'folder_to_objectnet_label.json').write_text(json.dumps(labels))
     (root / 'mappings' / 'objectnet_to_imagenet_1k.json').write_text(json.dumps(synonyms))
-    paths = [root / 'images' / name / f'{i}.png' for name in labels for i in range(8)]
-    for value, path in enumerate(paths):
-        write_image(path, value)
-    numbers = [409, 530], [608]  # class numbers of the two clocks and of jeans
-    right = [numbers[i // 8] for i in range(16)]
-    expected = accuracy_by_hand(network, paths[:16], right, [409, 530, 608], cut=2)
+    paths = [root / 'images' / name / f'{i}.png' for name in labels for i in range(16)]
+    rng = np.random.default_rng(0)
+    for path in paths:  # a photo in one color with a red frame
+        path.parent.mkdir(parents=True, exist_ok=True)
+        inside = np.broadcast_to(rng.integers(0, 255, 3, np.uint8), (8, 8, 3))
+        framed = [np.pad(inside[..., c], 2, constant_values=255 * (c == 2)) for c in range(3)]
+        cv2.imwrite(str(path), np.stack(framed, axis=-1))
+    clocks, jeans = [409, 530], [608]  # class numbers of the counterparts
+    right = [clocks] * 16 + [jeans] * 16
+    by_hand = functools.partial(accuracy_by_hand, network, paths[:32], allowed=clocks + jeans)
     found = imagenet_suite.evaluate(SETS['objectnet'], network, tmp_path, batch_size=16)
-    assert found['accuracy'] == expected and found['images'] == 16
-    assert 0 < expected < 1
+    assert found['accuracy'] == by_hand(labels=right, cut=2) and found['images'] == 32
+    assert by_hand(labels=right, cut=2) != by_hand(labels=right, cut=0)
+    assert by_hand(labels=right, cut=2) != by_hand(labels=[one[:1] for one in right], cut=2)
 
 
 def test_v2_folders_are_class_numbers(tmp_path):

@@ -30,7 +30,14 @@ RESNET50 = dict(
 
 @pytest.fixture(scope='module')
 def network():
-    return loaded(tiny.model(num_classes=1000), class_names=NAMES)
+    """A model that tells images apart: its head is random, and centered for random images."""
+    rng = np.random.default_rng(0)
+    made = loaded(tiny.model(num_classes=1000), class_names=NAMES)
+    colors = rng.uniform(-1, 1, (64, 1, 1, 3)).astype(np.float32)
+    features = made.features(np.broadcast_to(colors, (64, *made.config.image_size, 3)))
+    kernel = rng.normal(size=(features.shape[1], 1000)).astype(np.float32)
+    head_params = {'kernel': kernel, 'bias': -features.mean(axis=0) @ kernel}
+    return made.with_params(made.params | {'head': head_params})
 
 
 def write_image(path, value):

@@ -91,6 +91,8 @@ def test_objectnet_accepts_any_counterpart_and_crops_the_frame(network, tmp_path
     by_hand = functools.partial(accuracy_by_hand, network, paths[:32], allowed=clocks + jeans)
     found = imagenet_suite.evaluate(SETS['objectnet'], network, tmp_path, batch_size=16)
     assert found['accuracy'] == by_hand(labels=right, cut=2) and found['images'] == 32
+    absent = head.find_absent_classes(SETS['objectnet'].open(tmp_path))
+    assert np.flatnonzero(~absent).tolist() == clocks + jeans
     assert by_hand(labels=right, cut=2) != by_hand(labels=right, cut=0)
     assert by_hand(labels=right, cut=2) != by_hand(labels=[one[:1] for one in right], cut=2)
 

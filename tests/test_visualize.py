@@ -6,6 +6,7 @@ import itertools
 import re
 
 import cv2
+import matplotlib.style
 import numpy as np
 import pytest
 from matplotlib.text import Text
@@ -15,6 +16,7 @@ from tests import tiny
 from tests.networks import HYBRID, changed, loaded
 from vit_jax import visualize
 from vit_jax.base import UserError, tree_names
+from vit_jax.figures import style
 from vit_jax.figures.figure import NAMES, find_figure
 from vit_jax.models import Backbone, ResNetConfig
 
@@ -75,9 +77,8 @@ def test_every_figure_is_explained_and_all_its_text_can_be_read(name, report, mo
     for file in files:
         assert file.with_suffix('.png').exists()
         written.clear()
-        with np.load(file) as numbers:
-            drawing = figure.draw(dict(numbers))
-        drawing.canvas.draw()
+        with np.load(file) as numbers, matplotlib.style.context(style.SETTINGS, True):
+            figure.draw(dict(numbers)).canvas.draw()
         assert len(written) > 2
         for (text, one), (other, two) in itertools.combinations(written, 2):
             width = min(one.x1, two.x1) - max(one.x0, two.x0)

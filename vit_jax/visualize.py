@@ -159,7 +159,7 @@ def _make_section(
             continue
         text = f'{prefix}{figure.finding(numbers)}'.removesuffix(': ')
         print(f'{stem}: {figure.finding(numbers)}'.removesuffix(': '))
-        png = style.png(figure.draw(numbers))
+        png = style.png(figure.draw, numbers)
         pictures.append(Picture(png, f'{prefix}{figure.title}', text))
         with usable(folder):
             write_npz(folder / f'{stem}.npz', numbers)

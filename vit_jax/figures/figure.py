@@ -101,11 +101,7 @@ class PlacedModel:
 
     def capture(self, wanted: Mapping[str, Reduction]) -> Callable[[Batch], dict[str, Any]]:
         """Returns a compiled function from a batch to the intermediates of `Model.capture`."""
-
-        def run(params: Params, images: Float[Array, 'b h w c']) -> dict[str, Any]:
-            return self.loaded.model.capture(params, images, wanted)[1]
-
-        return self.compile(run)
+        return self.compile(lambda params, x: self.loaded.model.capture(params, x, wanted)[1])
 
     def compile(
         self, function: Callable[[Params, Float[Array, 'b h w c']], Any]

@@ -131,3 +131,12 @@ def test_a_value_that_cannot_be_used_is_named(options, what, tmp_path):
     network = saved(tmp_path, 'vit', tiny.model())
     with pytest.raises(UserError, match=what):
         run(network, '--images=digits', f'--out={tmp_path / "out"}', *options)
+
+
+@pytest.mark.parametrize('text', ['0.5', '0.5,1.5', '-0.1,0', 'left,top', '0.1,0.2,0.3', 'nan,0'])
+def test_a_place_outside_the_image_is_rejected(text, capsys):
+    flags = ['vit', '--images=digits', '--out=out']
+    assert visualize.make_parser().parse_args([*flags, '--patch=0,0.25']).patch == (0, 0.25)
+    with pytest.raises(SystemExit):
+        visualize.make_parser().parse_args([*flags, f'--patch={text}'])
+    assert f'{text!r}: expected X,Y' in capsys.readouterr().err

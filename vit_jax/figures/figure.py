@@ -38,6 +38,8 @@ NAMES = (
     'residuals',
     'receptive_fields',
     'localization',
+    'features',
+    'outliers',
     'probes',
     'training_data',
 )
@@ -123,6 +125,7 @@ class Images:
     indices: Int[np.ndarray, 'n']  # indices of readable images in the source
     batch_size: int
     progress: Progress = lambda items, total: items
+    point: tuple[float, float] = (0.5, 0.5)  # (x, y) of a chosen patch, in fractions of the image
 
     def used_indices(self, most: int | None = None) -> Int[np.ndarray, 'm']:
         """Returns the indices in full batches: at most `most` images, but at least one batch."""

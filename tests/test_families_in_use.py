@@ -17,7 +17,10 @@ from vit_jax.training.duration import Duration
 
 pytestmark = pytest.mark.full
 # Which differ by what tokens there are and which are pooled.
-FIGURES = 'filters,positions,attention_distance,rollout,attention_maps,residuals,localization'
+FIGURES = (
+    'filters,positions,attention_distance,rollout,attention_maps,residuals,localization,'
+    'features,outliers'
+)
 TPU = Compute(remat='block', layout='batched', attention='xla')  # as on a TPU
 TOKENS = 'deit_hf_dist', 'dinov3_hf', 'siglip_timm_remainder'  # each has others
 # A norm before the blocks, registers, SwiGLU, LayerScale, rotations and attention pooling.

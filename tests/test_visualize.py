@@ -6,6 +6,7 @@ import itertools
 import re
 
 import cv2
+import matplotlib.style
 import numpy as np
 import pytest
 from matplotlib.text import Text
@@ -15,6 +16,7 @@ from tests import tiny
 from tests.networks import HYBRID, changed, loaded
 from vit_jax import visualize
 from vit_jax.base import UserError, tree_names
+from vit_jax.figures import style
 from vit_jax.figures.figure import NAMES, find_figure
 from vit_jax.models import Backbone, ResNetConfig
 
@@ -75,9 +77,8 @@ def test_every_figure_is_explained_and_all_its_text_can_be_read(name, report, mo
     for file in files:
         assert file.with_suffix('.png').exists()
         written.clear()
-        with np.load(file) as numbers:
-            drawing = figure.draw(dict(numbers))
-        drawing.canvas.draw()
+        with np.load(file) as numbers, matplotlib.style.context(style.SETTINGS, True):
+            figure.draw(dict(numbers)).canvas.draw()
         assert len(written) > 2
         for (text, one), (other, two) in itertools.combinations(written, 2):
             width = min(one.x1, two.x1) - max(one.x0, two.x0)
@@ -130,3 +131,12 @@ def test_a_value_that_cannot_be_used_is_named(options, what, tmp_path):
     network = saved(tmp_path, 'vit', tiny.model())
     with pytest.raises(UserError, match=what):
         run(network, '--images=digits', f'--out={tmp_path / "out"}', *options)
+
+
+@pytest.mark.parametrize('text', ['0.5', '0.5,1.5', '-0.1,0', 'left,top', '0.1,0.2,0.3', 'nan,0'])
+def test_a_place_outside_the_image_is_rejected(text, capsys):
+    flags = ['vit', '--images=digits', '--out=out']
+    assert visualize.make_parser().parse_args([*flags, '--patch=0,0.25']).patch == (0, 0.25)
+    with pytest.raises(SystemExit):
+        visualize.make_parser().parse_args([*flags, f'--patch={text}'])
+    assert f'{text!r}: expected X,Y' in capsys.readouterr().err

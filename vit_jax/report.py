@@ -122,8 +122,10 @@ def _curves(runs: Sequence[History]) -> list[Section]:
                     how = ':' if trained else _DASHES[kind % len(_DASHES)]
                     drawn.append(curves.Curve(label, place, x, y, style=how))
         if drawn:
-            figure = curves.draw_curves(title, drawn, x='step', y=title.lower(), scale=scale)
-            picture = Picture(style.png(figure), f'{title} over steps', '')
+            png = style.png(
+                curves.draw_curves, title, drawn, x='step', y=title.lower(), scale=scale
+            )
+            picture = Picture(png, f'{title} over steps', '')
             sections.append(Section(title, text, [picture]))
     return sections
 
@@ -148,7 +150,7 @@ def _time(runs: Sequence[History]) -> Section:
     if not spent:
         return Section(title, _TIME, left_out='No run has written events.jsonl yet.')
     caption = '; '.join(f'{name}: {reporter.format_seconds(s)}' for name, s in spent.items())
-    picture = Picture(style.png(curves.draw_time_shares(spent)), 'shares of the wall time', caption)
+    picture = Picture(style.png(curves.draw_time_shares, spent), 'shares of the wall time', caption)
     return Section(title, _TIME, [picture])
 
 

@@ -148,7 +148,8 @@ def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
     from vit_jax.figures import curves, style  # matplotlib is an extra
 
     several = any(line.deviation.any() for line in lines)
-    figure = curves.draw_means(
+    return style.png(
+        curves.draw_means,
         study.title,
         [curves.MeanCurve(**line._asdict()) for line in lines],
         x=draw.x if places else 'training FLOPs',
@@ -159,7 +160,6 @@ def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
         percent=results.is_percentage(draw.y),
         logarithmic=draw.logarithmic,
     )
-    return style.png(figure)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -91,7 +91,7 @@ def _open(
         figures.put_on_devices(name, one, reader, mesh)
         for (name, one), reader in zip(loaded.items(), readers, strict=True)
     ]
-    images = Images(indices, size, progress)
+    images = Images(indices, size, progress, arguments.patch)
     unreadable = f'; {len(problems):,} unreadable' if problems else ''
     used = plural(len(images.used_indices()), 'image')
     lines = [
@@ -159,12 +159,21 @@ def _make_section(
             continue
         text = f'{prefix}{figure.finding(numbers)}'.removesuffix(': ')
         print(f'{stem}: {figure.finding(numbers)}'.removesuffix(': '))
-        png = style.png(figure.draw(numbers))
+        png = style.png(figure.draw, numbers)
         pictures.append(Picture(png, f'{prefix}{figure.title}', text))
         with usable(folder):
             write_npz(folder / f'{stem}.npz', numbers)
             (folder / f'{stem}.png').write_bytes(png)
     return Section(figure.title, figure.caption, pictures, ' '.join(left_out) or None)
+
+
+def _parse_point(text: str) -> tuple[float, float]:
+    """Parses `0.5,0.25`: a place in an image, in fractions of its width and height."""
+    with contextlib.suppress(ValueError):
+        x, y = app.numbers(text)
+        if 0 <= x <= 1 and 0 <= y <= 1:
+            return x, y
+    raise argparse.ArgumentTypeError(f'{text!r}: expected X,Y from 0 to 1, such as 0.5,0.25')
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -181,6 +190,8 @@ def make_parser() -> argparse.ArgumentParser:
     add('--figures', metavar='NAME,...', help=f'figures to draw; default: all ({", ".join(NAMES)})')
     text = 'maximum number of images, evenly spread over the data; default: 256'
     add('--num_images', type=app.positive_int, default=256, metavar='N', help=text)
+    text = 'place of the patch for `features`, in fractions of the image; default: 0.5,0.5 (center)'
+    add('--patch', type=_parse_point, default=(0.5, 0.5), metavar='X,Y', help=text)
     app.add_image_flags(parser)
     return parser
 

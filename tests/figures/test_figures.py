@@ -13,7 +13,7 @@ from vit_jax.base import UserError, tree_names
 from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.figures import cka as layer_similarity
-from vit_jax.figures import figure, head_subsets, layers
+from vit_jax.figures import figure, head_subsets, layers, style
 from vit_jax.models import Backbone, ResNetConfig, build, variant
 
 VIT = tiny.model(image_size=(8, 8), patch_size=(4, 4))
@@ -200,9 +200,138 @@ def test_probes_need_labels_and_a_few_images_of_each_class():
         compute('probes', *opened(VIT, source=dataclasses.replace(digits, class_names=())))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planted(figure.Images):
+    """Images whose intermediates are given arrays; blocks are along the first axis of `tokens`."""
+
+    taps: dict = dataclasses.field(default_factory=dict)
+
+    def capture(self, model, wanted, most=None):
+        for start in range(0, self.taps[[*wanted][0]].shape[-3], self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            part = {name: tap[..., rows, :, :] for name, tap in self.taps.items()}
+            yield {
+                name: np.stack([*map(f, part[name])]) if name == 'tokens' else f(part[name])
+                for name, f in wanted.items()
+            }
+
+    def first_images(self, model, count):
+        return np.zeros((count, *model.vit.image_size, 3), np.float32)
+
+
+def planted(point=(0.5, 0.5), **taps):
+    return Planted(np.arange(9), 4, point=point, taps=taps)
+
+
+def wide(**changes):
+    """A network of 2x3 patches."""
+    return opened(tiny.model(**{'image_size': (8, 12)} | changes))[1]
+
+
+def test_planted_components_come_back_and_other_tokens_do_not_count():
+    """Of 7 images 6 are drawn. The sign makes the largest entry of a component positive."""
+    rng = np.random.default_rng(0)
+    latents = rng.normal(size=(7 * 6, 3))
+    latents, _ = np.linalg.qr(latents - latents.mean(axis=0))  # uncorrelated, with equal variances
+    directions, _ = np.linalg.qr(rng.normal(size=(16, 3)))
+    tokens = 100 * rng.normal(size=(7, 4 + 6, 16)).astype(np.float32)
+    tokens[:, 4:] = (3 + latents * (2, 9, 5) @ directions.T).reshape(7, 6, 16)
+    found = compute('features', planted(norm=tokens), wide(registers=3))
+    np.testing.assert_allclose(found['explained'], np.array([81, 25, 4]) / 110, rtol=1e-5)
+    largest = directions[np.abs(directions).argmax(axis=0), range(3)]
+    scores = (latents * np.sign(largest))[: 6 * 6, [1, 2, 0]]
+    scores = (scores - scores.min(axis=0)) / np.ptp(scores, axis=0)
+    np.testing.assert_allclose(found['components'], scores.reshape(6, 2, 3, 3), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    'point, patch',
+    [((0.5, 0.5), (1, 1)), ((0, 0), (0, 0)), ((1, 1), (1, 2)), ((0.7, 0.4), (0, 2))],
+)
+def test_similarity_is_the_cosine_with_the_patch_of_the_same_image_at_the_point(point, patch):
+    tokens = np.random.default_rng(0).normal(size=(2, 1 + 6, 16)) + 1
+    found = compute('features', planted(point, norm=tokens), wide())
+    assert found['patch'].tolist() == list(patch)
+    unit = (tokens / np.linalg.norm(tokens, axis=-1, keepdims=True))[:, 1:].reshape(2, 2, 3, 16)
+    expected = np.einsum('brcd,bd->brc', unit, unit[:, *patch])
+    np.testing.assert_allclose(found['similarity'], expected, atol=1e-6)
+    np.testing.assert_allclose(found['similarity'][:, *patch], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize('value', [0.0, 0.1])
+def test_equal_features_have_no_colors_and_few_patches_have_few(value):
+    tokens = np.full((1, 1 + 6, 16), value, np.float32)
+    found = compute('features', planted(norm=tokens), wide())
+    assert not found['components'].any()
+    expected = np.full((1, 2, 3), 1 if value else np.nan)
+    np.testing.assert_allclose(found['similarity'], expected, rtol=1e-6)
+    tokens[:, -1] = 1
+    pair = wide(patch_size=(8, 6))  # of 1x2 patches
+    colors = compute('features', planted(norm=tokens[:, -3:]), pair)['components']
+    assert colors.any(axis=(0, 1, 2)).tolist() == [True, False, False]
+    style.png(figure.find_figure('features').draw, found)
+
+
+def test_planted_outliers_are_counted_where_they_are():
+    """Norms are 1, in the last block 3; 12.5 is more than 4 times 3, and 11.5 is not."""
+    norms = np.ones((3, 5, 3 + 6))
+    norms[:, :, 0], norms[:, :, 1:3] = 50, 20
+    norms[1, 0, 3:] = 7  # not in the last block
+    norms[2, :, 3:] = 3
+    norms[2, 0, 3 + 4] = norms[2, 4, 3] = 12.5
+    norms[2, 1, 3] = 11.5
+    rng = np.random.default_rng(0)
+    tokens = rng.normal(size=(*norms.shape, 16))
+    tokens *= (norms / np.linalg.norm(tokens, axis=-1))[..., None]
+    models = wide(pool='gap'), wide(registers=2)
+    plain = planted(tokens=tokens[:, :, 3:])
+    both = planted(tokens=tokens)
+    found = compute('outliers', plain, models[0]) | {
+        f'{key[:-1]}1': value for key, value in compute('outliers', both, models[1]).items()
+    }
+    expected = np.zeros((5, 2, 3), bool)
+    expected[0, 1, 1] = expected[4, 0, 0] = True
+    for i in '01':
+        np.testing.assert_array_equal(found[f'outliers{i}'], expected)
+        ranks = np.quantile(norms[:, :, 3:], (0.5, 0.99, 1), axis=(1, 2))
+        np.testing.assert_allclose(found[f'patches{i}'], ranks, rtol=1e-6)
+    np.testing.assert_allclose(found['class token1'], 50, rtol=1e-6)
+    np.testing.assert_allclose(found['registers1'], 20, rtol=1e-6)
+    assert 'class token0' not in found and 'registers0' not in found
+    assert f'n0 {2 / 30:.2%}' in figure.find_figure('outliers').finding(found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    'config',
+    [
+        tiny.model(pool='map', registers=2),
+        tiny.model(pool='gap', final_norm='after_pool'),
+        tiny.model(pool='none', patch_size=(2, 4)),
+        files.HYBRID,
+    ],
+)
+def test_features_are_the_last_tokens_of_any_vit(config):
+    images, network, resnet = opened(config, RESNET)
+    found = compute('features', images, network)
+    last = 'norm' if config.final_norm == 'before_pool' else 'tokens'
+    taps = whole(images, network, *{last, 'tokens'})[0]
+    tokens = taps[last] if last == 'norm' else taps[last][-1]
+    patches = np.asarray(tokens)[:6, config.num_prefix_tokens :].astype(np.float64)
+    unit = patches / np.linalg.norm(patches, axis=-1, keepdims=True)
+    chosen = np.ravel_multi_index(found['patch'], config.grid)
+    expected = np.einsum('bnd,bd->bn', unit, unit[:, chosen])
+    np.testing.assert_allclose(found['similarity'].reshape(6, -1), expected, atol=1e-5)
+    assert found['images'].shape == (6, *config.image_size, 3)
+    norms = compute('outliers', images, resnet, network)
+    assert norms['names'].tolist() == ['n0'] and norms['patches0'].shape == (3, config.depth)
+
+
 @pytest.mark.parametrize(
     'name, config, images, what',
     [
+        ('features', RESNET, 16, 'ResNet'),
+        ('outliers', RESNET, 16, 'ResNet'),
         ('cka', VIT, 1, '1 images'),
         ('attention_distance', RESNET, 16, 'ResNet'),
         ('skip_removal', RESNET, 16, 'blocks_without_skips'),

@@ -101,13 +101,10 @@ def minibatch_cka(
     Raises:
       UserError: If x and y have different batches, or batches of fewer than 4 images.
     """
-    for z in (x, y):
-        wrong = f'CKA: got an array of shape {z.shape}; expected (batches, images, features...)'
-        require(z.ndim >= 3, wrong)
     require(
-        x.shape[:2] == y.shape[:2] and len(x) > 0,
-        f'CKA: x has {x.shape[0]} minibatches of {x.shape[1]} images, y {y.shape[0]} of '
-        f'{y.shape[1]}; expected equal numbers, at least one minibatch',
+        min(x.ndim, y.ndim) >= 3 and x.shape[:2] == y.shape[:2] and len(x) > 0,
+        f'CKA: got x of shape {x.shape} and y of shape {y.shape}; expected (batches, images, '
+        'features...), with equal batches and images, and at least one batch',
     )
     # CKA does not depend on the scale, but float32 products of very large features are infinite.
     x, y = (z / (np.abs(z).max() or 1) for z in (np.asarray(x), np.asarray(y)))

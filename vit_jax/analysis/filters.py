@@ -1,4 +1,4 @@
-"""Principal components of the patch embedding filters (ViT paper, figure 7)."""
+"""Principal components, such as those of the patch embedding filters (ViT paper, figure 7)."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,14 +7,15 @@ from vit_jax.base import Array, Float
 
 
 def principal_components(
-    kernel: Float[Array | np.ndarray, 'p q c width'], count: int = 28
-) -> tuple[Float[Array, 'count p q c'], Float[Array, 'count']]:
+    kernel: Float[Array | np.ndarray, '*shape width'], count: int = 28
+) -> tuple[Float[Array, 'count *shape'], Float[Array, 'count']]:
     """Computes the principal components of `width` filters.
 
-    The mean filter is subtracted, so there are at most min(width - 1, p q c) components.
+    The mean filter is subtracted, so there are at most min(width - 1, size of a filter) components.
 
     Args:
-      kernel: Patch embedding kernel: height, width, channels, filters.
+      kernel: Filters of any shape along the last axis: a patch embedding kernel (height, width,
+        channels, filters), or features of patches (d, patches).
       count: Maximum number of components to return.
 
     Returns:
@@ -23,12 +24,13 @@ def principal_components(
     """
     width = kernel.shape[-1]
     filters = jnp.asarray(kernel, jnp.float32).reshape(-1, width).T
+    filters = filters - filters[:1]  # equal filters become exactly zero
     centered = filters - filters.mean(axis=0)
     _, deviations, components = jnp.linalg.svd(centered, full_matrices=False)
     variances, components = (deviations**2)[: width - 1], components[: width - 1][:count]
     largest = jnp.abs(components).argmax(axis=1, keepdims=True)
     signs = jnp.sign(jnp.take_along_axis(components, largest, axis=1))
-    signed = (components * signs).reshape(-1, *kernel.shape[:3])
+    signed = (components * signs).reshape(-1, *kernel.shape[:-1])
     return signed, variances[:count] / variances.sum()
 
 

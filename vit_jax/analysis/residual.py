@@ -21,8 +21,8 @@ def norm_ratio(
 
 
 def cosine(
-    branch: Float[Array | np.ndarray, '*n d'], output: Float[Array | np.ndarray, '*n d']
-) -> Float[Array, '*n']:
+    branch: Float[Array | np.ndarray, '*#n d'], output: Float[Array | np.ndarray, '*#n d']
+) -> Float[Array, '*#n']:
     """Computes the cosine of branch and output in float32 (Raghu et al. 2021, appendix E.2).
 
     The cosine is close to 1 if the branch dominates the output, and NaN if either is zero.

@@ -40,7 +40,6 @@ def mean_distance(model: PlacedModel) -> Reduction:
     return distances
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws a dot per head over the depth."""
     distance, uniform = numbers['distance'], float(numbers['uniform'])

@@ -58,14 +58,12 @@ def average_pooled_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Flo
             assert_never(other)
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws the image and a map per head and block."""
     image, maps = numbers['image'], style.divide_by_max(numbers['maps'])
     layers, heads = style.evenly(len(maps), _MOST_LAYERS), style.evenly(maps.shape[1], _MOST_HEADS)
     tiles = maps[np.ix_(layers, heads)]
-    height, width = len(layers) * tiles.shape[2], len(heads) * tiles.shape[3]
-    drawing = style.canvas_for((height, width + width // 3), 'Attention per head and block')
+    drawing = style.canvas_for(tiles, 'Attention per head and block', left=1 / 3)
     sides: Any = drawing.subfigures(1, 2, width_ratios=(1, 3))
     left, right = (side.subplots() for side in sides)
     left.imshow(image)

@@ -73,7 +73,6 @@ def ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
     return np.asarray(cka.ratio(*total))
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws the matrix, with the names of the models at the sides."""
     models = numbers['models']

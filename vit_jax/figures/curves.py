@@ -15,18 +15,15 @@ _LETTERS, _LONGEST = 80, 28  # characters that fit below the x axis; characters 
 
 
 class Curve(NamedTuple):
-    """A line or a set of points."""
+    """A line."""
 
-    name: str  # name in the legend; '': not in the legend
-    color_index: int | None  # index of its color; None: gray
+    name: str  # name in the legend
+    color_index: int
     x: Float[np.ndarray, 'n']
     y: Float[np.ndarray, 'n']
-    style: Any = '-'  # matplotlib's linestyle; '': points without a line
-    fill: str = 'full'  # matplotlib's fillstyle of the markers
-    marker: str = 'x'  # matplotlib's marker of points without a line
+    style: Any = '-'  # matplotlib's linestyle
 
 
-@style.styled
 def draw_curves(
     title: str,
     drawn: Sequence[Curve],
@@ -47,19 +44,11 @@ def draw_curves(
     drawing = style.canvas(_WIDTH, _HEIGHT, title)
     axes = drawing.subplots()
     for curve in drawn:
-        look = style.line_style(curve.color_index or 0, curve.name) | {
-            'linestyle': curve.style or 'none',
-            'fillstyle': curve.fill,
+        look = style.line_style(curve.color_index, curve.name) | {
+            'linestyle': curve.style,
             'markeredgewidth': 1,
-            'markerfacecoloralt': 'white',
             'markevery': max(1, len(curve.x) // 12),
         }
-        if curve.color_index is None:
-            look['color'] = '0.4'
-        if not curve.name:
-            look['label'] = None
-        if not curve.style:
-            look |= {'marker': curve.marker, 'markersize': 9, 'markeredgewidth': 2, 'markevery': 1}
         axes.plot(curve.x, curve.y, **look)
     axes.set(xlabel=x, ylabel=y)
     if scale == 'magnitudes':
@@ -103,7 +92,6 @@ class MeanCurve(NamedTuple):
     deviation: Float[np.ndarray, 'n']
 
 
-@style.styled
 def draw_means(
     title: str,
     drawn: Sequence[MeanCurve],
@@ -155,7 +143,6 @@ def draw_means(
     return drawing
 
 
-@style.styled
 def draw_time_shares(seconds: Mapping[str, Mapping[str, float]]) -> style.Drawing:
     """Draws a bar per run with the shares of its wall time by activity."""
     names = [style.shorten(name, 32) for name in seconds]

@@ -38,6 +38,8 @@ NAMES = (
     'residuals',
     'receptive_fields',
     'localization',
+    'features',
+    'outliers',
     'probes',
     'training_data',
 )
@@ -101,11 +103,7 @@ class PlacedModel:
 
     def capture(self, wanted: Mapping[str, Reduction]) -> Callable[[Batch], dict[str, Any]]:
         """Returns a compiled function from a batch to the intermediates of `Model.capture`."""
-
-        def run(params: Params, images: Float[Array, 'b h w c']) -> dict[str, Any]:
-            return self.loaded.model.capture(params, images, wanted)[1]
-
-        return self.compile(run)
+        return self.compile(lambda params, x: self.loaded.model.capture(params, x, wanted)[1])
 
     def compile(
         self, function: Callable[[Params, Float[Array, 'b h w c']], Any]
@@ -127,6 +125,7 @@ class Images:
     indices: Int[np.ndarray, 'n']  # indices of readable images in the source
     batch_size: int
     progress: Progress = lambda items, total: items
+    point: tuple[float, float] = (0.5, 0.5)  # (x, y) of a chosen patch, in fractions of the image
 
     def used_indices(self, most: int | None = None) -> Int[np.ndarray, 'm']:
         """Returns the indices in full batches: at most `most` images, but at least one batch."""

@@ -32,18 +32,14 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     return {'components': pictures, 'explained': np.asarray(explained)}
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws the components in rows of seven."""
     components, explained = numbers['components'], numbers['explained']
     count, height, width, _ = components.shape
-    rows = -(-count // _COLUMNS)
     title = f'{count} principal components of the filters, of {height} x {width} pixels each, and '
     title += f'their share of the variance: {explained.sum():.0%} together'
-    drawing = style.canvas(1.2 * _COLUMNS, (1.2 * height / width + 0.25) * rows + 0.7, title)
-    axes = drawing.subplots(rows, _COLUMNS, squeeze=False)
-    for ax in axes.flat:
-        ax.set_axis_off()
+    rows = -(-count // _COLUMNS)
+    drawing, axes = style.panels(rows, _COLUMNS, 1.2, 1.2 * height / width + 0.25, title)
     for ax, component, share in zip(axes.flat, components, explained, strict=False):
         ax.imshow(component)
         ax.set_title(f'{share:.1%}', pad=3)

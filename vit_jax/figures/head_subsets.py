@@ -64,7 +64,6 @@ def _windows(distance: Float[np.ndarray, 'k']) -> Int[np.ndarray, 's k']:
     return np.array([np.isin(np.arange(len(order)), order[s : s + size]) for s in starts]) * 1
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws a line per layer of the ResNet."""
     title = 'Heads by attention distance, compared with the lower layers of a ResNet'

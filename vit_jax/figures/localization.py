@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from vit_jax.analysis.cka import Terms
 from vit_jax.analysis.localization import localization, split_into_patches
 from vit_jax.base import Array, Float, Params
-from vit_jax.figures import cka, style
+from vit_jax.figures import cka, layers, style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ResNetConfig
 
@@ -29,17 +29,15 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     config = model.loaded.config
     rows, columns = config.grid
     prefix = class_tokens = 0
-    if isinstance(config, ResNetConfig):
-        stages = len(config.backbone.blocks)
-        tap = f'stage{stages}' if stages else 'root'
-    else:
-        tap, prefix, class_tokens = 'tokens', config.num_prefix_tokens, config.num_class_tokens
+    if not isinstance(config, ResNetConfig):
+        prefix, class_tokens = config.num_prefix_tokens, config.num_class_tokens
+    last = layers.output_layers(config)[-1:]
+    wanted = layers.same_reduction(last, lambda x: x.reshape(len(x), -1, x.shape[-1]))
 
     def terms(params: Params, pixels: Float[Array, 'b h w c']) -> Terms:
-        identity = {tap: lambda x: x.reshape(len(x), -1, x.shape[-1])}
-        last = model.loaded.model.capture(params, pixels, identity)[1][tap]
-        last = last if isinstance(config, ResNetConfig) else last[-1]
-        tokens = jnp.concatenate([last[:, :class_tokens], last[:, prefix:]], axis=1)
+        captured = model.loaded.model.capture(params, pixels, wanted)[1]
+        (x,) = layers.select_layers(captured, last)
+        tokens = jnp.concatenate([x[:, :class_tokens], x[:, prefix:]], axis=1)
         return localization(tokens, split_into_patches(pixels, (rows, columns)))
 
     values = cka.ratio(map(model.compile(terms), images.batches(model)))
@@ -47,7 +45,6 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     return {'cka': values.reshape(-1, rows, columns), 'tokens': np.array(places)}
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws tiles of the class tokens, and of tokens evenly spread over the grid."""
     values, tokens = numbers['cka'], numbers['tokens']
@@ -58,10 +55,7 @@ def draw(numbers: Numbers) -> style.Drawing:
     rows = -(-len(shown) // columns)
     title = 'Part of the image that each token represents; its own patch is framed'
     height = 1.6 * values.shape[1] / values.shape[2] + 0.3
-    drawing = style.canvas(1.6 * columns + 1.6, height * rows + 0.9, title)
-    panels = drawing.subplots(rows, columns, squeeze=False)
-    for axes in panels.flat:
-        axes.set_axis_off()
+    drawing, panels = style.panels(rows, columns, 1.6, height, title)
     low, high = float(np.nanmin(values, initial=0)), float(np.nanmax(values, initial=1e-3))
     for axes, token in zip(panels.flat, shown.tolist(), strict=False):
         row, column = tokens[token].tolist()

@@ -3,20 +3,11 @@
 import base64
 import html
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from string import Template
 from typing import NamedTuple
 
 _PAGE = pathlib.Path(__file__).with_name('page.html')
-_SECTION = Template(
-    '<section id="s$number"><h2>$title</h2>\n<p>$paragraph</p>\n$content\n</section>'
-)
-_FIGURE = Template(
-    '<figure><label><input type="checkbox" aria-label="full size"><span>'
-    '<img src="data:image/png;base64,$data" alt="$alt"></span></label>'
-    '<figcaption>$caption</figcaption></figure>'
-)
-_TABLE = Template('<div class="table" tabindex="0"><table>\n<tr>$head</tr>\n$rows\n</table></div>')
 
 
 class Picture(NamedTuple):
@@ -49,35 +40,36 @@ def render_page(title: str, lines: Sequence[str], sections: Sequence[Section]) -
     titles = enumerate(html.escape(section.title) for section in sections)
     text = Template(_PAGE.read_text(encoding='utf-8')).substitute(
         title=html.escape(title),
-        facts=_joined(f'<p>{html.escape(line)}</p>' for line in lines),
-        contents=_joined(f'<li><a href="#s{i}">{name}</a></li>' for i, name in titles),
-        sections=_joined(_section(i, section) for i, section in enumerate(sections)),
+        facts='\n'.join(f'<p>{html.escape(line)}</p>' for line in lines),
+        contents='\n'.join(f'<li><a href="#s{i}">{name}</a></li>' for i, name in titles),
+        sections='\n'.join(_section(i, section) for i, section in enumerate(sections)),
     )
     return text.encode('ascii', 'xmlcharrefreplace').decode()
 
 
 def _section(number: int, section: Section) -> str:
-    content = []
+    content = [
+        f'<section id="s{number}"><h2>{html.escape(section.title)}</h2>',
+        f'<p>{html.escape(section.paragraph)}</p>',
+    ]
     if section.left_out:
         content.append(f'<p class="out">{html.escape(section.left_out)}</p>')
     if section.table:
         content.append(_table(section.table))
-    for picture in section.pictures:
-        data = base64.b64encode(picture.png).decode()
-        texts = {'alt': html.escape(picture.alt), 'caption': html.escape(picture.caption)}
-        content.append(_FIGURE.substitute(texts, data=data))
-    texts = {'title': html.escape(section.title), 'paragraph': html.escape(section.paragraph)}
-    return _SECTION.substitute(texts, number=number, content=_joined(content))
+    for png, alt, caption in section.pictures:
+        content.append(
+            '<figure><label><input type="checkbox" aria-label="full size"><span>'
+            f'<img src="data:image/png;base64,{base64.b64encode(png).decode()}" '
+            f'alt="{html.escape(alt)}"></span></label>'
+            f'<figcaption>{html.escape(caption)}</figcaption></figure>'
+        )
+    return '\n'.join([*content, '</section>'])
 
 
 def _table(table: Table) -> str:
     head = ''.join(f'<th scope="col">{html.escape(name)}</th>' for name in table.columns)
-    rows = []
+    rows = ['<div class="table" tabindex="0"><table>', f'<tr>{head}</tr>']
     for first, *others in table.rows:
         cells = ''.join(f'<td>{html.escape(cell)}</td>' for cell in others)
         rows.append(f'<tr><th scope="row">{html.escape(first)}</th>{cells}</tr>')
-    return _TABLE.substitute(head=head, rows=_joined(rows))
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return '\n'.join(parts)
+    return '\n'.join([*rows, '</table></div>'])

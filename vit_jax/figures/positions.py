@@ -30,16 +30,13 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     return {'similarity': np.asarray(positions.similarity(table, config.grid, prefix=prefix))}
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws a tile per position."""
     similarity = numbers['similarity']
     rows, columns = (range(0, n, -(-n // _MOST_TILES)) for n in similarity.shape[:2])
     tiles = similarity[np.ix_(rows, columns)]
     title = 'Similarity of each position embedding to all others, one tile per position'
-    drawing = style.canvas_for(
-        (tiles.shape[0] * tiles.shape[2], tiles.shape[1] * tiles.shape[3]), title
-    )
+    drawing = style.canvas_for(tiles, title)
     axes = drawing.subplots()
     how = {'cmap': style.DIVERGING, 'vmin': -1, 'vmax': 1}
     style.draw_mosaic(axes, tiles, rows=rows, columns=columns, **how)

@@ -13,7 +13,7 @@ import numpy as np
 from vit_jax.base import Array, Float, Int, UserError
 from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labeled
-from vit_jax.figures import layers, style
+from vit_jax.figures import curves, layers, style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ResNetConfig
 
@@ -68,22 +68,18 @@ def _features(
 ) -> list[dict[str, Float[np.ndarray, 'i samples d']]]:
     """Returns the features of each layer by kind. Each sample of an image is probed separately."""
     config = model.loaded.config
+    vit = None if isinstance(config, ResNetConfig) else config
+    kind = 'patches' if vit else 'positions'
 
-    def of_map(x: Float[Array, 'b h w c']) -> dict[str, Array]:
-        places = x.reshape(len(x), -1, x.shape[-1])
-        single = places[:, _spread(x.shape[1:3])]
-        return {'mean of positions': places.mean(axis=1, keepdims=True), 'single positions': single}
-
-    def of_tokens(x: Float[Array, 'b n d']) -> dict[str, Array]:
-        patches = x[:, model.vit.num_prefix_tokens :]
-        features = {
-            'mean of patches': patches.mean(axis=1, keepdims=True),
-            'single patches': patches[:, _spread(config.grid)],
+    def select(x: Float[Array, 'b ... d']) -> dict[str, Array]:
+        places = x[:, vit.num_prefix_tokens :] if vit else x.reshape(len(x), -1, x.shape[-1])
+        samples = {
+            f'mean of {kind}': places.mean(axis=1, keepdims=True),
+            f'single {kind}': places[:, _spread(vit.grid if vit else x.shape[1:3])],
         }
-        return features | ({'class token': x[:, :1]} if model.vit.num_class_tokens else {})
+        return samples | ({'class token': x[:, :1]} if vit and vit.num_class_tokens else {})
 
     chosen = layers.output_layers(config)
-    select = of_map if isinstance(config, ResNetConfig) else of_tokens
     captures = images.capture(model, layers.same_reduction(chosen, select), _MOST_IMAGES)
     batches = [layers.select_layers(captured, chosen) for captured in captures]
     return [
@@ -98,24 +94,19 @@ def _spread(grid: tuple[int, ...]) -> Int[np.ndarray, 's']:
     return np.add.outer(rows * grid[1], columns).ravel().astype(int)
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws a line per series, with the deviation over draws."""
+    """Draws a line per series, with the standard deviation over draws."""
     shots, classes, tested = (int(numbers[name]) for name in ('shots', 'classes', 'tested'))
     title = f'Probes of each layer: {classes} classes with at most {shots} training images each, '
-    drawing = style.canvas(8.0, 4.6, f'{title}{tested:,} test images')
-    axes = drawing.subplots()
-    for place, name in enumerate(numbers['series'].tolist()):
-        accuracy, deviation = 100 * numbers['accuracy'][place], 100 * numbers['deviation'][place]
-        count = np.count_nonzero(~np.isnan(accuracy))
-        accuracy, deviation = accuracy[:count], deviation[:count]
-        depth, look = np.linspace(0, 1, count), style.line_style(place, name)
-        axes.plot(depth, accuracy, **look)
-        band = accuracy - deviation, accuracy + deviation
-        axes.fill_between(depth, *band, color=look['color'], alpha=0.2, linewidth=0)
-    axes.set(xlabel='relative depth (0 is next to the image)', ylabel='accuracy (%)')
-    style.add_legend(drawing, axes)
-    return drawing
+    lines = []
+    for name, accuracy, deviation in zip(
+        numbers['series'].tolist(), numbers['accuracy'], numbers['deviation'], strict=True
+    ):
+        exists = ~np.isnan(accuracy)
+        depth = np.linspace(0, 1, np.count_nonzero(exists))
+        lines.append(curves.MeanCurve(name, depth, accuracy[exists], deviation[exists]))
+    x, y = 'relative depth (0 is next to the image)', 'accuracy'
+    return curves.draw_means(f'{title}{tested:,} test images', lines, x=x, y=y, percent=True)
 
 
 def finding(numbers: Numbers) -> str:

@@ -73,12 +73,10 @@ def _fields(
     return np.mean(fields, axis=0)
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws two rows of fields: before and after the skip connection."""
     tiles = style.divide_by_max(np.stack([numbers['before'], numbers['after']]))
-    height, width = 2 * tiles.shape[2], tiles.shape[1] * tiles.shape[3]
-    drawing = style.canvas_for((height, width), 'Receptive field of the center of each layer')
+    drawing = style.canvas_for(tiles, 'Receptive field of the center of each layer')
     axes = drawing.subplots()
     names = [str(name).replace('/', '\n') for name in numbers['layers']]
     rows = ('branch', 'after the\nskip\nconnection')

@@ -43,14 +43,12 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     captures = list(images.capture(model, dict.fromkeys(taps, measure)))
     means = [np.mean([each[tap] for each in captures], axis=0) for tap in taps]
     if isinstance(config, ResNetConfig):
-        pairs = np.stack(means, axis=1)  # kinds l 2
-    else:
-        pairs = np.concatenate([mean.swapaxes(0, 1) for mean in means])
+        means = [np.stack(means)]
+    pairs = np.concatenate(means, axis=1).swapaxes(0, 1)  # kinds l 2
     values = {'ratio': pairs[..., 0], 'cosine': pairs[..., 1]}
     return values | {'kinds': np.array(kinds), 'layers': np.array(names)}
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws a line per kind of branch and token."""
     drawing = style.canvas(11.0, 4.6, 'Skip connections and branches')

@@ -40,17 +40,13 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     return {'images': images.first_images(model, len(shown)), 'relevance': shown}
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws each image, and a gray copy overlaid with the relevance of its patches."""
     images, relevance = numbers['images'], style.divide_by_max(numbers['relevance'])
     height, width = images.shape[1:3]
-    rows = -(-len(images) // _PAIRS)
     title = 'Attention rollout: contribution of each patch to the output'
-    drawing = style.canvas(4.0 * _PAIRS + 1.2, 2.0 * height / width * rows + 0.8, title)
-    axes = drawing.subplots(rows, 2 * _PAIRS, squeeze=False)
-    for ax in axes.flat:
-        ax.set_axis_off()
+    rows = -(-len(images) // _PAIRS)
+    drawing, axes = style.panels(rows, 2 * _PAIRS, 2.0, 2.0 * height / width, title)
     edges = (-0.5, width - 0.5, height - 0.5, -0.5)
     how = {'extent': edges, 'interpolation': 'bilinear', 'alpha': 0.5, **style.UNIT_RANGE}
     for (left, right), image, shares in zip(axes.reshape(-1, 2), images, relevance, strict=False):

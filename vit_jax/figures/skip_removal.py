@@ -55,7 +55,6 @@ def _body(model: PlacedModel) -> ModelConfig:
     )
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws the matrices side by side, with dashed lines around blocks without skip connections."""
     count = len(numbers['names'])

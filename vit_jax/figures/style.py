@@ -3,7 +3,6 @@
 A drawing is a `matplotlib.figure.Figure`, used without pyplot: no display, no global state.
 """
 
-import functools
 import io
 import textwrap
 from collections.abc import Callable, Sequence
@@ -29,8 +28,7 @@ COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#000000', '#56B4E9', '#E6
 MARKERS, DASHES = 'osD^vP*X', ('-', '--', ':', '-.')
 UNIT_RANGE: dict[str, Any] = {'cmap': SEQUENTIAL, 'vmin': 0, 'vmax': 1}  # options of imshow
 
-_LETTER_INCHES = 0.085  # mean width of a character at 10 points
-_SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     'axes.titlesize': 10,
     'figure.titlesize': 11,
     'axes.spines.top': False,
@@ -38,17 +36,19 @@ _SETTINGS: dict[str, Any] = {
     'legend.frameon': False,
     'text.parse_math': False,  # names may contain dollars
 }
+_LETTER_INCHES = 0.085  # mean width of a character at 10 points
 
 
-def styled(draw: Callable[P, Drawing]) -> Callable[P, Drawing]:
-    """Decorates a drawing function, so that it uses this style and ignores matplotlibrc."""
+def png(draw: Callable[P, Drawing], *args: P.args, **kwargs: P.kwargs) -> bytes:
+    """Draws in this style and renders a PNG without margins.
 
-    @functools.wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> Drawing:
-        with matplotlib.style.context(_SETTINGS, after_reset=True):
-            return draw(*args, **kwargs)
-
-    return drawn
+    Settings of the user (matplotlibrc) are ignored. Equal arguments give equal bytes.
+    """
+    file = io.BytesIO()
+    with matplotlib.style.context(SETTINGS, after_reset=True):
+        drawing = draw(*args, **kwargs)
+        drawing.savefig(file, bbox_inches='tight', pad_inches=0.1, metadata={'Software': None})
+    return file.getvalue()
 
 
 def canvas(width: float, height: float, title: str) -> Drawing:
@@ -59,18 +59,26 @@ def canvas(width: float, height: float, title: str) -> Drawing:
     return drawing
 
 
-def canvas_for(shape: Sequence[int], title: str) -> Drawing:
-    """Returns an empty drawing with room for an image (height, width) and a color bar."""
-    height, width = 8 * np.array(shape[:2]) / max(shape[:2])
+def canvas_for(tiles: Float[np.ndarray, 'r c h w'], title: str, *, left: float = 0) -> Drawing:
+    """Returns an empty drawing with room for a mosaic and its color bar.
+
+    `left` is additional room, as a fraction of the width of the mosaic.
+    """
+    rows, columns, h, w = tiles.shape
+    size = np.array([columns * w * (1 + left), rows * h])
+    width, height = 8 * size / size.max()
     return canvas(width + 1.6, height + 1.2, title)
 
 
-def png(drawing: Drawing) -> bytes:
-    """Renders the drawing as PNG without margins. Equal drawings give equal bytes."""
-    file = io.BytesIO()
-    with matplotlib.style.context(_SETTINGS, after_reset=True):
-        drawing.savefig(file, bbox_inches='tight', pad_inches=0.1, metadata={'Software': None})
-    return file.getvalue()
+def panels(
+    rows: int, columns: int, width: float, height: float, title: str
+) -> tuple[Drawing, np.ndarray]:
+    """Returns a drawing with a grid of panels without axes, of this size in inches, and a title."""
+    drawing = canvas(width * columns + 1.2, height * rows + 0.8, title)
+    axes = drawing.subplots(rows, columns, squeeze=False)
+    for one in axes.flat:
+        one.set_axis_off()
+    return drawing, axes
 
 
 def count_letters(inches: float) -> int:

@@ -36,16 +36,13 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
     }
 
 
-@style.styled
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws a line per model."""
     reference = style.shorten(str(numbers['reference']), 40)
     drawing = style.canvas(8.0, 4.6, f'Similarity of each layer to the same layer of {reference}')
     axes = drawing.subplots()
-    for place, (name, row) in enumerate(
-        zip(numbers['names'].tolist(), numbers['cka'], strict=True)
-    ):
-        axes.plot(row, **style.line_style(place, name))
+    for place, name in enumerate(numbers['names'].tolist()):
+        axes.plot(numbers['cka'][place], **style.line_style(place, name))
     axes.set(ylabel='CKA', ylim=(0, 1.02))
     style.label_depth_axis(axes, 'layer')
     style.add_legend(drawing, axes)

@@ -1,0 +1,75 @@
+"""Features of patches (DINOv2, figure 1; DINOv3).
+
+Components: the first three principal components of the patches as red, green and blue, each scaled
+to its range in the drawn photos. They are fitted to the patches of at most 64 images together, so
+similar colors mean similar features in all photos. Similarity: the cosine of each patch and the
+framed patch (--patch). Features are the tokens after the final norm, or after the last block if the
+model normalizes only the pooled features. In good models, equal parts of objects have equal colors
+in all photos, and the framed patch is similar to its own object only.
+"""
+
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from vit_jax.analysis import filters, residual
+from vit_jax.figures import layers, style
+from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
+
+_FITTED, _SHOWN, _PAIRS = 64, 6, 2  # images: for the components, drawn, drawn per row
+
+
+def compute(images: Images, model: PlacedModel) -> Numbers:
+    """Computes principal components and similarities of the patches.
+
+    Returns the first `images` (b h w 3) in [0, 1], their `components` (b rows columns 3) in [0, 1],
+    the fractions of the variance `explained` (k), the cosine `similarity` (b rows columns) to the
+    chosen patch, and the row and column of that `patch` (2).
+    """
+    prefix, grid = model.vit.num_prefix_tokens, model.vit.grid
+    last = layers.all_layers(model.vit)[-1:]
+    wanted = layers.same_reduction(last, lambda tokens: tokens[:, prefix:].astype(np.float32))
+    captures = images.capture(model, wanted, _FITTED)
+    patches = np.concatenate([layers.select_layers(each, last)[0] for each in captures])
+    axes, explained = filters.principal_components(patches.reshape(-1, patches.shape[-1]).T, 3)
+    weights = np.pad(axes, ((0, 3 - len(axes)), (0, 0)))  # zeros if there are fewer than three
+    shown = patches[:_SHOWN]
+    # Subtracting one patch makes equal features exactly zero.
+    maps = np.einsum('kd,bnd->kbn', weights, shown - shown[0, 0]).reshape(3, len(shown), *grid)
+    x, y = images.point
+    row, column = (min(int(place * n), n - 1) for place, n in zip((y, x), grid, strict=True))
+    chosen = row * grid[1] + column
+    similarity = residual.cosine(shown, shown[:, chosen : chosen + 1])
+    return {
+        'images': images.first_images(model, len(shown)),
+        'components': np.asarray(filters.to_unit_range(maps)).transpose(1, 2, 3, 0),
+        'explained': np.asarray(explained),
+        'similarity': np.asarray(similarity).reshape(-1, *grid),
+        'patch': np.array((row, column)),
+    }
+
+
+def draw(numbers: Numbers) -> style.Drawing:
+    """Draws each image with its components and its similarities."""
+    images, similarity = numbers['images'], numbers['similarity']
+    (height, width), (rows, columns) = images.shape[1:3], similarity.shape[1:]
+    pairs, share = min(_PAIRS, len(images)), np.nansum(numbers['explained'])
+    title = f'Patch features: three principal components ({share:.0%} of the variance), '
+    title += 'and similarity to the framed patch'
+    size = 1.6, 1.6 * height / width + 0.1
+    drawing, axes = style.panels(-(-len(images) // pairs), 3 * pairs, *size, title)
+    low = float(np.nanmin(similarity, initial=1))
+    for panel, name in zip(axes[0], ('photo', 'components', 'similarity') * pairs, strict=True):
+        panel.set_title(name, pad=3)
+    how = {'extent': (0, width, height, 0), 'cmap': style.SEQUENTIAL, 'vmin': low, 'vmax': 1}
+    parts = images, numbers['components'], similarity
+    for panels, *pictures in zip(axes.reshape(-1, 3), *parts, strict=False):
+        for panel, picture in zip(panels, pictures, strict=True):
+            panel.imshow(picture, **how)
+        h, w = height / rows, width / columns
+        corner = numbers['patch'][1] * w, numbers['patch'][0] * h
+        panels[0].add_patch(Rectangle(corner, w, h, fill=False, edgecolor='red', linewidth=2))
+    style.add_colorbar(axes, 'cosine similarity', low=low)
+    return drawing
+
+
+FIGURE = Figure(__doc__, compute, draw)

@@ -215,7 +215,7 @@ def _write_report(
     if (found := report.calibration) is not None:
         values['calibration'] = found.to_json()
         with atomic_write(folder / RELIABILITY) as partial:
-            partial.write_bytes(style.png(curves.draw_reliability(found)))
+            partial.write_bytes(style.png(curves.draw_reliability, found))
         names.append(RELIABILITY)
     write_json(folder / NUMBERS, values)
     return [folder / name for name in names]

@@ -60,7 +60,6 @@ def draw_curves(
     return drawing
 
 
-@style.styled
 def draw_reliability(found: Calibration) -> style.Drawing:
     """Draws the accuracy over the confidence of each bin (reliability diagram).
 

@@ -118,7 +118,7 @@ def test_predictions_and_mistakes_are_those_of_the_logits(tmp_path):
     assert wrong == expected
     sheet = np.asarray(Image.open(tmp_path / 'csv' / 'mistakes.png'))
     digit = make_opener()('digits', 'test[:50]').read(int(wrong[0]['image']))[0]
-    np.testing.assert_array_equal(sheet[8:168:20, 8:168:20, 0], digit)  # 8 pixels enlarged to 160
+    np.testing.assert_array_equal(sheet[8:200:24, 8:200:24, 0], digit)  # 8 pixels enlarged to 192
 
 
 def test_an_existing_file_is_replaced_only_on_request(tmp_path):

@@ -247,7 +247,7 @@ def _write_mistakes(folder: pathlib.Path, report: HeadReport, source: Source) ->
         lines = f'true: {one.label}', f'{one.probability:.0%}: {one.predicted}', name
         tiles.append((decode(source.read(one.image)[0], exif_rotation=True), lines))
     if tiles:
-        _save_picture(folder / SHEET, bitmaps.draw_gallery(tiles))
+        _save_picture(folder / SHEET, bitmaps.draw_contact_sheet(tiles))
         written.append(folder / SHEET)
     return written
 

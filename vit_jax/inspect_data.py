@@ -187,10 +187,14 @@ def _write_sheet(
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples]
     classes = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]
-    rows = list(zip(classes, zip(*columns, strict=True), strict=True))
     titles = ['evaluation', *(f'training {use}' for use in range(1, _EPOCHS + 1))]
+    tiles = [
+        (image, (name, title))
+        for name, images in zip(classes, zip(*columns, strict=True), strict=True)
+        for title, image in zip(titles, images, strict=True)
+    ]
     with atomic_write(path) as partial:
-        bitmaps.draw_contact_sheet(rows, titles).save(partial, 'PNG')
+        bitmaps.draw_contact_sheet(tiles, len(titles)).save(partial, 'PNG')
     print(f'pictures       {path}')
 
 

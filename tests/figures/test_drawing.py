@@ -103,11 +103,12 @@ def test_each_letter_of_a_script_is_drawn_and_none_as_a_box(letters):
 
 @pytest.mark.parametrize('name', ['caf\udce9', 'a\nb', '', 40 * 'ü'])
 def test_any_name_is_drawn_within_its_room(name):
-    tile = np.zeros((8, 8, 3), np.uint8)
-    sheet = np.asarray(bitmaps.draw_contact_sheet([(name, [tile])], ['evaluation']))
-    frame = bitmaps._HEAD_HEIGHT + bitmaps._FRAME
-    assert (sheet[frame:, bitmaps._NAME_WIDTH - 4 : bitmaps._NAME_WIDTH] == 255).all()
-    assert (sheet[frame + 2 : -frame, bitmaps._NAME_WIDTH + bitmaps._FRAME :][:50, :50] == 0).all()
+    tile = np.zeros((8, 4, 3), np.uint8)
+    sheet = np.asarray(bitmaps.draw_contact_sheet([(tile, (name, 'x'))] * 3, columns=2))
+    side, gap = bitmaps._TILE, bitmaps._GAP
+    assert sheet.shape == (2 * (side + 2 * bitmaps._LINE + gap) + gap, 2 * (side + gap) + gap, 3)
+    assert (sheet[:, side + gap : side + 2 * gap] == 255).all()  # between the columns
+    assert (sheet[gap : gap + side, gap + side // 4 : gap + side * 3 // 4] == 0).all()
     bitmaps.draw_confusion_matrix(np.eye(2, dtype=int), [name, 'Straßenbahn'])
 
 

@@ -13,8 +13,7 @@ from vit_jax.base import Float, Int, UInt8
 
 _TEXT, _WEIGHT, _LINE = 12, 400, 15  # font size, font weight, line height, in pixels
 _NAME_WIDTH = 170  # maximum, in pixels
-_HEAD_HEIGHT, _MIN_IMAGE_SIDE, _FRAME = 24, 96, 2  # pixels, in the contact sheet
-_TILE, _GAP, _COLUMNS = 160, 8, 6  # pixels and number of columns, in the gallery
+_TILE, _GAP = 192, 8  # side of an image and distance of images in the contact sheet, in pixels
 _MAX_MATRIX_PIXELS = 2000  # maximum side of the matrix, in pixels
 _WHITE, _DARK, _GRAY = np.array([255, 255, 255]), np.array([8, 48, 107]), (128, 128, 128)
 
@@ -22,32 +21,11 @@ Pixels = UInt8[np.ndarray, 'h w 3']
 
 
 def draw_contact_sheet(
-    rows: Sequence[tuple[str, Sequence[np.ndarray]]], heads: Sequence[str]
+    tiles: Sequence[tuple[np.ndarray, Sequence[str]]], columns: int = 6
 ) -> Image.Image:
-    """Draws rows of equally large images with row names and column titles `heads`.
-
-    Images smaller than 96 pixels are enlarged by a whole factor.
-    """
-    scale = max(1, -(-_MIN_IMAGE_SIDE // min(rows[0][1][0].shape[:2])))
-    frame = ((_FRAME, _FRAME), (_FRAME, _FRAME), (0, 0))
-    lines = []
-    for name, images in rows:
-        enlarged = [image.repeat(scale, axis=0).repeat(scale, axis=1) for image in images]
-        tiles = [np.pad(image, frame, constant_values=255) for image in enlarged]
-        label = _blank(len(tiles[0]), _NAME_WIDTH)
-        _write(label, _shorten(name, _NAME_WIDTH - 8), 4, len(label) // 2)
-        lines.append(np.concatenate([label, *tiles], axis=1))
-    head = _blank(_HEAD_HEIGHT, lines[0].shape[1])
-    width = (head.shape[1] - _NAME_WIDTH) // len(heads)
-    for column, text in enumerate(heads):
-        _write(head, text, _NAME_WIDTH + column * width + 4, _HEAD_HEIGHT // 2)
-    return Image.fromarray(np.concatenate([head, *lines]))
-
-
-def draw_gallery(tiles: Sequence[tuple[np.ndarray, Sequence[str]]]) -> Image.Image:
     """Draws images of any size, scaled to fit into equal squares, above their lines of text."""
     height = _TILE + _LINE * max(len(lines) for _, lines in tiles) + _GAP
-    columns = min(_COLUMNS, len(tiles))
+    columns = min(columns, len(tiles))
     sheet = _blank(-(-len(tiles) // columns) * height + _GAP, columns * (_TILE + _GAP) + _GAP)
     for place, (image, lines) in enumerate(tiles):
         top, left = place // columns * height + _GAP, place % columns * (_TILE + _GAP) + _GAP

@@ -7,6 +7,7 @@ import math
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -144,7 +145,8 @@ def test_an_evaluation_measures_the_model_that_load_resizes(trained, name, size)
     images = np.stack([loaded.preprocess(image) for image, _ in read])
     logits, labels = loaded.logits(images), np.array([label for _, label in read])
     model = build_at_patch_size(trained.experiment.model.config, size)
-    np.testing.assert_allclose(model.apply(trained.state.eval_params, images), logits, atol=1e-6)
+    found = jax.jit(model.apply)(trained.state.eval_params, jnp.asarray(images))
+    np.testing.assert_allclose(found, logits, atol=1e-6)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     assert trained.evals[name]['loss'] == pytest.approx(float(losses.mean()), rel=1e-6)
 

@@ -15,8 +15,11 @@ from vit_jax.config import TrainConfig
 
 PACKAGE = pathlib.Path(__file__).parent.parent / 'vit_jax'
 PROGRAMS = 'train', 'finetune', 'fewshot', 'inspect_data', 'plan', 'doctor'
-# Used together, by TrainConfig.evaluations.
-_EVALUATIONS = 'evals', 'eval_split'
+# Fields that a property or method of TrainConfig reads.
+_READ_BY = {
+    'evaluations': ('evals', 'eval_split'),
+    'step_kinds': ('patch_sizes', 'patch_dropout_until'),
+}
 # These have other configurations, or take the whole TrainConfig.
 _OTHERS = 'vit_jax.models', 'vit_jax.figures', 'vit_jax.cli', 'vit_jax.config'
 
@@ -39,7 +42,8 @@ def readers() -> dict[str, list[str]]:
     """Returns the programs that use each field of TrainConfig."""
     read = {program: _read_by(program) for program in PROGRAMS}
     for fields in read.values():
-        fields.update(_EVALUATIONS if 'evaluations' in fields else ())
+        for name, used in _READ_BY.items():
+            fields.update(used if name in fields else ())
     return {
         field: [program for program in PROGRAMS if field in read[program]]
         for field in records.field_types(TrainConfig)

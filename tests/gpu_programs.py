@@ -154,7 +154,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
             training_run.compile_evaluators(experiment, state.eval_params)
         else:
             evaluator = make_feature_evaluator(
-                experiment.model, experiment.preprocessing, experiment.evaluator.batches
+                experiment.model, experiment.preprocessing, experiment.batches
             )
             evaluator.compile(state.eval_params, experiment.train_reader)
 

@@ -52,9 +52,10 @@ def test_a_config_fits_together(name):
     state = jax.eval_shape(experiment.init)
     size = experiment.model.config.image_size
     batch = abstract_batch(experiment.mesh, config.batch_size, size)
-    after, metrics = jax.eval_shape(experiment.update, state, batch)
-    assert tree_names.named_leaves(after) == tree_names.named_leaves(state)
-    assert metrics.sums['loss'].shape == ()
+    for update in experiment.updates.values():
+        after, metrics = jax.eval_shape(update, state, batch)
+        assert tree_names.named_leaves(after) == tree_names.named_leaves(state)
+        assert metrics.sums['loss'].shape == ()
 
 
 @pytest.mark.full

@@ -110,6 +110,7 @@ CHANGES = [
     ('ema_decay', 0.9, base()),
     ('seed', 1, base()),
     ('eval_batch_size', 24, base()),
+    ('patch_sizes', (2, 8), base()),
     ('loader.repeats', 2, base()),
     ('loader.balance', 1.0, base()),
     ('evals', {'other': EvalConfig(split='train[:9]')}, base(eval_split='test')),
@@ -161,7 +162,7 @@ def effects(config):
     yield program(experiment.init)
     digest = hashlib.sha256()
     for batch in training_batches(
-        experiment.evaluator.batches.make_loader(experiment.train_reader),
+        experiment.batches.make_loader(experiment.train_reader),
         steps=range(2),
         batch_size=experiment.config.batch_size,
         seed=config.seed,
@@ -171,10 +172,11 @@ def effects(config):
     yield digest.hexdigest()
     size = experiment.model.config.image_size
     batch = abstract_batch(experiment.mesh, config.batch_size, size)
-    yield program(experiment.update, state, batch)
-    evaluator = experiment.evaluator
-    for reader in experiment.eval_readers.values():
-        yield program(evaluator.step, state.eval_params, evaluator.batches.abstract(reader))
+    for kind, update in experiment.updates.items():
+        yield f'{kind} {program(update, state, batch)}'
+    for name, evaluator in experiment.evaluators.items():
+        batch = experiment.batches.abstract(experiment.eval_readers[name])
+        yield program(evaluator.step, state.eval_params, batch)
 
 
 def program(function, *arguments):

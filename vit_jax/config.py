@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vit_jax.base import Path, Record, records, require, require_between, write_json
 from vit_jax.checkpoints.card import Hints
@@ -18,15 +18,30 @@ from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.models.config import Head
 from vit_jax.training.distillation import Distillation
-from vit_jax.training.duration import Duration, Interval
+from vit_jax.training.duration import Duration, Interval, TrainLength
 from vit_jax.training.losses import Loss, LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
+from vit_jax.training.update import draw_patch_size
 
 FORMAT = 4  # format number of work directories; increases when their files change
 # Kinds of lines in metrics.jsonl that are not names of evaluations.
 _RESERVED_KINDS = 'train', 'fewshot', 'skipped'
 Writer = Callable[[dict[str, Any]], None]  # gets each line of metrics.jsonl
+
+
+class StepKind(NamedTuple):
+    """What differs between the training steps of a run. Each kind is a compiled program."""
+
+    patch_size: int | None  # None: the model's
+    patch_dropout: float
+
+    def regularize(self, config: Regularization) -> Regularization:
+        """Returns the regularization in steps of this kind."""
+        return dataclasses.replace(config, patch_dropout=self.patch_dropout)
+
+    def __str__(self) -> str:
+        return ', '.join(f'{name}={value}' for name, value in self._asdict().items() if value)
 
 
 def default(kind: type) -> Any:
@@ -47,9 +62,10 @@ class EvalConfig(Record):
     split: str = 'test'  # split to evaluate on, in the format of train_split
     labels: str | None = None  # other labels: a JSON file or TFDS column; None: the data set's
     every_steps: Interval | None = None  # interval in steps, or epoch; None: eval_every_steps
+    patch_size: int | None = None  # pixels per side of a patch (FlexiViT); None: the model's
 
     def check(self) -> None:
-        require_between(self, 'every_steps', low=1)
+        require_between(self, 'every_steps', 'patch_size', low=1)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -80,6 +96,7 @@ class TrainConfig(Record):
     total: Duration | None = None  # length of training; None: only few-shot evaluation
     batch_size: int = 256  # images per step, on all devices together
     accumulation_steps: int = 1  # number of parts of a batch for gradient accumulation
+    patch_sizes: tuple[int, ...] = ()  # sizes drawn per step (FlexiViT); empty: the model's
     objective: MaskedPatches | None = None  # self-supervised objective; None: classification
     loss: LossConfig | Loss = default(LossConfig)  # classification loss, or f(logits, targets)
     distillation: Distillation = default(Distillation)  # a teacher to learn from
@@ -113,7 +130,8 @@ class TrainConfig(Record):
     def check(self) -> None:
         names = 'batch_size', 'accumulation_steps', 'max_skipped_steps', 'keep_checkpoints'
         every = 'log_every_steps', 'eval_every_steps', 'checkpoint_every_steps'
-        require_between(self, *names, *every, 'eval_batch_size', 'image_size', 'patience', low=1)
+        optional = 'eval_batch_size', 'image_size', 'patience', 'patch_sizes'
+        require_between(self, *names, *every, *optional, low=1)
         require_between(self, 'ema_decay', low=0, below=1)
         repeats, most = self.loader.repeats, max(1, self.batch_size // 2)
         text = f'expected at most {most}, half of batch_size={self.batch_size}'
@@ -129,8 +147,9 @@ class TrainConfig(Record):
             f': MixUp and CutMix would mix an image with its copy at batch_size={self.batch_size}'
         )
         require(not mixes or self.batch_size % distinct != 1, f'{wrong}; use another batch_size')
-        is_unique = len({*self.classes}) == len(self.classes)
-        require(is_unique, f'classes={self.classes}: expected distinct names')
+        for name in 'classes', 'patch_sizes':
+            values = getattr(self, name)
+            require(len({*values}) == len(values), f'{name}={values}: expected distinct values')
         for name in self.evals:
             fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED_KINDS
             wanted = f'letters, digits, _ and -, but not {" or ".join(_RESERVED_KINDS)}'
@@ -140,18 +159,13 @@ class TrainConfig(Record):
         both = self.evals and self.eval_split != 'test'
         require(not both, f'eval_split={self.eval_split!r}: not used with evals; set evals.*.split')
         if self.objective is not None:
-            require(self.loss == LossConfig(), 'loss: not used with objective; leave it out')
-            wrong = 'distillation: not supported with objective; leave one of them out'
-            require(self.distillation.teacher is None, wrong)
-            labeled = [name for name, one in self.evals.items() if one.labels is not None]
-            wrong = f'evals.{"".join(labeled[:1])}.labels: not used with objective; leave it out'
-            require(not labeled, wrong)
-            has_head = self.head is not None or self.reuse_head or self.init_head
-            wrong = 'head, reuse_head, init_head: not used with objective; leave them out'
-            require(not has_head, wrong)
+            self._check_objective()
         is_off = self.patch_dropout_until is None or self.regularization.patch_dropout > 0
         wrong = 'patch_dropout_until: not used with regularization.patch_dropout=0; leave it out'
         require(is_off, wrong)
+        wrong = 'distillation.kind=features: has no effect if only the head is trained'
+        trains_body = self.optimizer.trained_blocks != 0 or self.distillation.kind != 'features'
+        require(trains_body, f'{wrong}; set optimizer.trained_blocks=1')
         both = self.init_head is not None and self.reuse_head
         wrong = f'init_head={self.init_head}: replaces the head that reuse_head=true keeps'
         require(not both, f'{wrong}; add --config.reuse_head=false')
@@ -161,10 +175,40 @@ class TrainConfig(Record):
         has_model_head = self.model is not None and self.model.head != 'linear'
         require(not (has_model_head and self.head), 'head: model.head is also set; leave one out')
 
+    def _check_objective(self) -> None:
+        """Raises UserError for fields that are not used in masked patch prediction."""
+        has_head = self.head is not None or self.reuse_head or self.init_head is not None
+        unused = {
+            'loss': self.loss != LossConfig(),
+            'distillation': self.distillation.teacher is not None,
+            'patch_sizes': len(self.patch_sizes) > 0,
+            'head, reuse_head, init_head': has_head,
+        }
+        for name, one in self.evals.items():
+            unused[f'evals.{name}.labels'] = one.labels is not None
+            unused[f'evals.{name}.patch_size'] = one.patch_size is not None
+        for name, is_set in unused.items():
+            require(not is_set, f'{name}: not supported with objective; leave it out')
+
     @property
     def evaluations(self) -> dict[str, EvalConfig]:
         """Evaluations by name, from `evals`, or `test` on `eval_split`."""
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
+
+    @property
+    def step_kinds(self) -> list[StepKind]:
+        """Kinds of training steps. The first one has the longest sequence."""
+        sizes: list[int | None] = [*sorted(self.patch_sizes)] or [None]
+        rate = self.regularization.patch_dropout
+        rates = [0.0, rate] if self.patch_dropout_until else [rate]
+        return [StepKind(size, rate) for size in sizes for rate in rates]
+
+    def step_kind(self, step: int, length: TrainLength) -> StepKind:
+        """Returns the kind of a step, which does not depend on earlier steps."""
+        until, rate = self.patch_dropout_until, self.regularization.patch_dropout
+        is_late = until is not None and step >= length.to_steps(until)
+        size = draw_patch_size(self.patch_sizes, self.seed, step)
+        return StepKind(size, 0.0 if is_late else rate)
 
 
 # Fields that may change when a run resumes. They affect speed, memory, rounding, measurements,

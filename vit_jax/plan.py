@@ -16,6 +16,7 @@ import time
 
 import jax
 
+from vit_jax.checkpoints.transfer import with_patch_size
 from vit_jax.cli import app
 from vit_jax.distributed import meshes
 from vit_jax.experiment.build import build_experiment
@@ -36,16 +37,19 @@ def main(arguments: argparse.Namespace) -> int:
     where = ahead_of_time.find_topology(arguments.topology)
     start, batch_size = time.monotonic(), config.batch_size
     experiment = build_experiment(config, devices=where.devices)
-    compute, mesh, model = experiment.compute, experiment.mesh, experiment.model.config
+    compute, mesh, kind = experiment.compute, experiment.mesh, config.step_kinds[0]
+    model = with_patch_size(experiment.model.config, kind.patch_size)
     count, kind = len(where.devices), where.devices[0].device_kind
     print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.format_mesh(mesh)}')
     print(f'model       {count_params(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')
+    if kind.patch_size:
+        print(f'patches     {kind}, the smallest of config.patch_sizes')
     params = jax.eval_shape(experiment.init).params
     if update := memory_plan.count_update_operations(config.optimizer, params, mesh):
         passes = 2 if (config.optimizer.sharpness or Sam(rho=0)).rho else 1
-        forward = count_multiply_adds(model, regularization=config.regularization)
+        forward = count_multiply_adds(model, regularization=kind.regularize(config.regularization))
         share = update / (6 * passes * forward * batch_size / count)
         print(f'optimizer   muon: {update / 1e12:.3g} TFLOP per step on each device, ', end='')
         print(f"{share:.1%} of the model's")

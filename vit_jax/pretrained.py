@@ -17,7 +17,6 @@ from vit_jax.base import (
     Params,
     UInt8,
     UserError,
-    records,
     require,
     tree_names,
     usable,
@@ -151,18 +150,18 @@ class LoadedModel:
         return dataclasses.replace(self, card=card, params=host, origin=())
 
     def as_teacher(
-        self, dtype: str, mesh: Mesh, config: MeshConfig, *, abstract: bool = False
+        self, compute: Compute, mesh: Mesh, config: MeshConfig, *, abstract: bool = False
     ) -> Teacher:
-        """Returns the model as a teacher, which stores parameters and computes in `dtype`.
+        """Returns the model as a teacher, which stores parameters and computes in `compute.dtype`.
 
         The parameters are sharded over the mesh like the train state, but without `config.rules`,
         which name arrays of the student. With `abstract`, they are only shapes and shardings.
         """
-        params = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.dtype(dtype)), self.params)
+        params = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.dtype(compute.dtype)), self.params)
         shardings = shardings_for(params, mesh, dataclasses.replace(config, rules=()))
         place = abstract_arrays if abstract else meshes.put
-        compute = records.from_dict(Compute, {'dtype': dtype}, where='compute')
-        model = build(self.config, compute=compute, platform=mesh.devices.flat[0].platform)
+        platform = mesh.devices.flat[0].platform
+        model = build(self.config, compute=Compute(dtype=compute.dtype), platform=platform)
         scale = functools.partial(normalize, preprocessing=self.preprocessing)
         return Teacher(model, place(params, shardings), scale)
 

@@ -1,14 +1,21 @@
-"""Resizes position embeddings and patch projections for other image and patch sizes."""
+"""Resizes position embeddings and patch projections for other image and patch sizes.
 
+Numpy arrays are resized in float64 and jax arrays in float32, also inside a traced function. Both
+keep their dtype.
+"""
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Float, Params, require
+from vit_jax.base import Array, Float, Params, require
 from vit_jax.models import ViTConfig
 from vit_jax.models.config import PositionResize
 from vit_jax.models.model import position_table_axes
 from vit_jax.models.positions import FIXED_GRID
 
 Grid = tuple[int, int]  # (rows, columns)
+Arrays = Array | np.ndarray
 
 
 def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
@@ -35,26 +42,37 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
             (rows if has_rows else 1, columns if has_columns else 1)
             for rows, columns in (old.grid, new.grid)
         )
-        table = np.asarray(params[name])
-        resized[name] = resize_table(table, before, after, how=old.position_resize)
+        resized[name] = resize_table(params[name], before, after, how=old.position_resize)
     return resized
 
 
 def resize_table(
-    table: Float[np.ndarray, '... n d'], old: Grid, new: Grid, *, how: PositionResize
-) -> Float[np.ndarray, '... m d']:
+    table: Float[Arrays, '... n d'], old: Grid, new: Grid, *, how: PositionResize
+) -> Float[Arrays, '... m d']:
     """Resizes a table of learned positions to another grid (ViT paper, section 3.2).
 
     Rows before the grid, such as the class token's, are kept. `how='bilinear'` equals
-    `scipy.ndimage.zoom(order=1)` in the paper's code, for any pair of grids. Computes in float64.
+    `scipy.ndimage.zoom(order=1)` in the paper's code, for any pair of grids.
     """
     prefix = table.shape[-2] - old[0] * old[1]
     rows, columns = (_weights(size, target, how) for size, target in zip(old, new, strict=True))
     layers, width = table.shape[:-2], table.shape[-1]
     grid = table[..., prefix:, :].reshape(*layers, *old, width)
-    grid = np.einsum('ph,qw,...hwd->...pqd', rows, columns, grid)
-    resized = grid.reshape(*layers, -1, width).astype(table.dtype)
-    return np.concatenate([table[..., :prefix, :], resized], axis=-2)
+    resized = _resize_axes(grid, rows, columns).reshape(*layers, -1, width)
+    concatenate = jnp.concatenate if isinstance(table, jax.Array) else np.concatenate
+    return concatenate([table[..., :prefix, :], resized], axis=-2)
+
+
+def _resize_axes(
+    grid: Float[Arrays, '... h w d'],
+    rows: Float[np.ndarray, 'p h'],
+    columns: Float[np.ndarray, 'q w'],
+) -> Float[Arrays, '... p q d']:
+    """Multiplies the axes of a grid by the matrices that resize them."""
+    equation = 'ph,qw,...hwd->...pqd'
+    if isinstance(grid, jax.Array):
+        return jnp.einsum(equation, rows, columns, grid, precision='highest').astype(grid.dtype)
+    return np.einsum(equation, rows, columns, grid).astype(grid.dtype)
 
 
 def _weights(old: int, new: int, how: PositionResize) -> Float[np.ndarray, 'new old']:
@@ -85,8 +103,8 @@ def _cubic(x: Float[np.ndarray, '*s'], *, a: float) -> Float[np.ndarray, '*s']:
 
 
 def resize_patches(
-    kernel: Float[np.ndarray, 'p q c d'], new: tuple[int, int]
-) -> Float[np.ndarray, 'r s c d']:
+    kernel: Float[Arrays, 'p q c d'], new: tuple[int, int]
+) -> Float[Arrays, 'r s c d']:
     """Resizes a patch projection with the pseudo-inverse of FlexiViT (section 3.4).
 
     If patches are enlarged bilinearly, the resized kernel gives the same tokens as the old one.
@@ -95,7 +113,8 @@ def resize_patches(
         np.linalg.pinv(_weights(old, size, 'bilinear_edges').T)
         for old, size in zip(kernel.shape[:2], new, strict=True)
     )
-    return np.einsum('rp,sq,pqcd->rscd', rows, columns, kernel).astype(kernel.dtype)
+    by_channel = kernel.transpose(2, 0, 1, 3)
+    return _resize_axes(by_channel, rows, columns).transpose(1, 2, 0, 3)
 
 
 def rechannel(kernel: Float[np.ndarray, 'p q c d'], new: int) -> Float[np.ndarray, 'p q e d']:

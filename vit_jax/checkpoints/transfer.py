@@ -3,19 +3,21 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Params, plural, raise_all, records, require, tree_names
+from vit_jax.base import Params, UserError, plural, raise_all, records, require, tree_names
 from vit_jax.checkpoints import resize
 from vit_jax.checkpoints.card import Card
 from vit_jax.data.sources.base import match_names
-from vit_jax.models import ModelConfig, ViTConfig, abstract_params, build
+from vit_jax.models import Model, ModelConfig, ViTConfig, abstract_params, build
 from vit_jax.models.masked_patches import MASKED
+from vit_jax.models.model import init_params
+from vit_jax.models.positions import FIXED_GRID, PositionKind
 
 
 class Transferred(NamedTuple):
@@ -121,7 +123,7 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
             named[name] = resized
             report.append(f'{name}: resized from {_change(old.grid, new.grid)} patches')
         if old.patch_size != new.patch_size:
-            kernel = np.asarray(named['embedding/kernel'])
+            kernel = named['embedding/kernel']
             named['embedding/kernel'] = resize.resize_patches(kernel, new.patch_size)
             sizes = _change(old.patch_size, new.patch_size)
             report.append(f'embedding: resized from {sizes} pixels')
@@ -131,6 +133,51 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
         how = 'summed' if new.channels == 1 else 'repeated and rescaled'
         report.append(f'{first}: {old.channels} channels {how} to {new.channels}')
     return Transferred(tree_names.map_named(lambda name, _: named[name], params), report)
+
+
+def with_patch_size(config: ModelConfig, patch_size: int | None) -> ModelConfig:
+    """Returns the configuration with another patch size, in pixels per side; None: no change.
+
+    Raises:
+      UserError: If the parameters of the model cannot be resized, or if the patches do not fill the
+        image.
+    """
+    if patch_size is None:
+        return config
+    where = f'patch_size={patch_size}'
+    if not isinstance(config, ViTConfig) or config.backbone is not None:
+        raise UserError(f'{where}: a ResNet or hybrid has no other patch sizes; expected a ViT')
+    kinds = ', '.join(kind for kind in get_args(PositionKind) if kind not in FIXED_GRID)
+    wrong = f'{where}: positions={config.positions} cannot be resized; expected one of {kinds}'
+    require(config.positions not in FIXED_GRID, wrong)
+    height, width = config.image_size
+    sizes = [n for n in range(1, height + 1) if height % n == 0 == width % n]
+    wrong = f'{where}: patches do not fill an image of {height}x{width} pixels; expected one of '
+    require(patch_size in sizes, f'{wrong}{", ".join(map(str, sizes))}')
+    return dataclasses.replace(config, patch_size=(patch_size, patch_size))
+
+
+def build_at_patch_size(config: ModelConfig, patch_size: int | None, **options: Any) -> Model:
+    """Builds a model with another patch size and the parameters of `config` (FlexiViT, section 3).
+
+    Its functions resize the patch embedding and the positions (see `adapt`), with gradients.
+
+    Args:
+      config: The architecture of the parameters.
+      patch_size: Pixels per side of a patch (see `with_patch_size`); None: as in `config`.
+      **options: Other arguments of `build`.
+    """
+    new = with_patch_size(config, patch_size)
+    model = build(new, **options)
+
+    def resized(function: Callable[..., Any], params: Params, *inputs: Any, **options: Any) -> Any:
+        return function(adapt(params, old=config, new=new).params, *inputs, **options)
+
+    names = 'apply', 'features', 'predict_patches', 'capture'
+    changes: dict[str, Any] = {
+        name: functools.partial(resized, getattr(model, name)) for name in names
+    }
+    return model._replace(**changes, init=functools.partial(init_params, config))
 
 
 def average_params(models: Sequence[tuple[str, Card, Params]], weights: Sequence[float]) -> Params:

@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.base import Array, Batch, Key, Params, UserError, plural, raise_all, records, require
+from vit_jax.checkpoints import transfer
 from vit_jax.checkpoints.card import Card, package_versions
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
-from vit_jax.checkpoints.transfer import Transferred, remove_head, transfer, with_linear_head
-from vit_jax.config import TrainConfig
+from vit_jax.config import StepKind, TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.augmentation import augment, example_keys, host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
@@ -29,9 +29,9 @@ from vit_jax.distributed import meshes
 from vit_jax.evaluation import evaluator
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_evaluator
 from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
-from vit_jax.models import Compute, Model, ModelConfig, Regularization, ViTConfig
+from vit_jax.models import Compute, Model, ModelConfig, ViTConfig
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
-from vit_jax.models.model import abstract_params, build, count_params
+from vit_jax.models.model import abstract_params, count_params
 from vit_jax.pretrained import LoadedModel, load_teacher
 from vit_jax.training import distillation, losses
 from vit_jax.training import update as updates
@@ -50,8 +50,8 @@ class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
     init(params=None) -> initial TrainState, with random parameters or the given ones
-    update(state, batch, teacher=None) -> (state after one step, metrics)
-    evaluator.evaluate(params, eval_readers[name]) -> metrics of an evaluation
+    updates[kind](state, batch, teacher=None) -> (state after one step, metrics)
+    evaluators[name].evaluate(params, eval_readers[name]) -> metrics of an evaluation
     """
 
     config: TrainConfig
@@ -66,8 +66,9 @@ class Experiment(NamedTuple):
     eval_readers: dict[str, ImageReader]
     probes: Probes | None  # data sets of the few-shot evaluation
     init: Callable[..., TrainState]
-    update: Update
-    evaluator: Evaluator
+    updates: dict[StepKind, Update]  # the one with the longest sequence first
+    evaluators: dict[str, Evaluator]  # by name; equal patch sizes have the same evaluator
+    batches: BatchMaker
     param_group_report: list[str]  # the parameters that each param group matched, in lines
 
     @property
@@ -106,17 +107,17 @@ class Experiment(NamedTuple):
         )
         return records.to_dict(card)
 
-    def transfer_params(self, start: Checkpoint, fresh: Params) -> Transferred:
+    def transfer_params(self, start: Checkpoint, fresh: Params) -> transfer.Transferred:
         """Reads the parameters of `start` and adapts them to this model.
 
         `fresh` are the initial parameters of this model. Parameters that `start` lacks are taken
         from them.
         """
-        old, new = start.card, self.model.config
-        classes = self.train_reader.source.class_names
-        names = (old.class_names, classes) if self.config.reuse_head else None
+        old, new = start.card.model, self.model.config
+        classes = start.card.class_names, self.train_reader.source.class_names
+        names = classes if self.config.reuse_head else None
         body = {name: leaf for name, leaf in fresh.items() if name != distillation.PROJECTION}
-        result = transfer(start.read(), old=old.model, new=new, fresh=body, class_names=names)
+        result = transfer.transfer(start.read(), old=old, new=new, fresh=body, class_names=names)
         return result._replace(params=fresh | result.params)
 
 
@@ -155,30 +156,30 @@ def build_experiment(
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
-    platform = mesh.devices.flat[0].platform
-    build_model = functools.partial(build, model_config, compute=compute, platform=platform)
-    models = [build_model(regularization=each) for each in get_regularizations(config)]
+    build_model = _make_builder(config, model_config, compute, mesh)
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
-    teacher = None
-    if loaded is not None:
-        teacher = loaded.as_teacher(compute.dtype, mesh, config.mesh, abstract=planned)
-    training = _make_training(config, models, teacher, preprocessing, length, train)
-    init, update, eval_sums, report = training
+    teacher = loaded.as_teacher(compute, mesh, config.mesh, abstract=planned) if loaded else None
+    sums_of = functools.partial(_select_loss_sums, config, teacher, preprocessing, train)
+    evaluator_at = functools.cache(
+        lambda patch_size: make_evaluator(sums_of(build_model(patch_size))[1], batches)
+    )
+    init, by_kind, report = _make_training(config, build_model, sums_of, teacher, length, train)
     return Experiment(
         config=config,
         start_from=start,
-        teacher=None if teacher is None else teacher.params,
+        teacher=teacher.params if teacher else None,
         mesh=mesh,
         compute=compute,
-        model=models[0],
+        model=build_model(None, regularization=config.regularization),
         preprocessing=preprocessing,
         length=length,
         train_reader=reader(train, crop=host_crop(config.augmentation, preprocessing)),
         eval_readers={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
         init=meshes.with_mesh(mesh, init),
-        update=update,
-        evaluator=make_evaluator(eval_sums, batches),
+        updates=by_kind,
+        evaluators={n: evaluator_at(one.patch_size) for n, one in config.evaluations.items()},
+        batches=batches,
         param_group_report=report,
     )
 
@@ -246,8 +247,8 @@ def resolve_model(config: TrainConfig, start: Checkpoint | None, classes: int) -
         if start is None:
             text = 'expected a model, or --config.start_from=CHECKPOINT to use its model'
             raise UserError(f'config.model is not set; {text}')
-        stored = start.card.model if objective is None else remove_head(start.card.model)
-        model = with_linear_head(stored, num_classes=None if objective else classes)
+        stored = start.card.model if objective is None else transfer.remove_head(start.card.model)
+        model = transfer.with_linear_head(stored, num_classes=None if objective else classes)
     model = dataclasses.replace(model, image_size=config.image_size or model.image_size)
     if objective is not None:
         return configure_for_patches(model, objective)
@@ -289,24 +290,28 @@ def resolve_compute_on_mesh(
     if dtype == 'auto':
         dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
+    longest = config.step_kinds[0]  # needs the most memory
     memory = math.inf if planned else _memory_without_state(config, model, mesh)
     if teacher is not None:
         size = count_params(teacher.config) * np.dtype(dtype).itemsize
         memory -= size // (mesh.shape['fsdp'] * mesh.shape['tensor'])
     return resolve_compute(
         dataclasses.replace(config.compute, dtype=dtype),
-        model,
+        transfer.with_patch_size(model, longest.patch_size),
         platform=device.platform,
-        regularization=get_regularizations(config)[-1],  # the last steps need the most memory
+        regularization=longest.regularize(config.regularization),
         memory=memory / (config.batch_size // parts),
     )
 
 
-def get_regularizations(config: TrainConfig) -> list[Regularization]:
-    """Returns the regularization, and the one after `config.patch_dropout_until` if it is set."""
-    first = config.regularization
-    late = [dataclasses.replace(first, patch_dropout=0.0)] if config.patch_dropout_until else []
-    return [first, *late]
+def _make_builder(
+    config: TrainConfig, model: ModelConfig, compute: Compute, mesh: Mesh
+) -> Callable[..., Model]:
+    """Returns a function from a patch size, and optionally a regularization, to a model."""
+    # Each patch size has the fastest attention for its number of tokens.
+    compute = dataclasses.replace(compute, attention=config.compute.attention)
+    options = {'compute': compute, 'platform': mesh.devices.flat[0].platform}
+    return functools.partial(transfer.build_at_patch_size, model, **options)
 
 
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
@@ -344,10 +349,10 @@ def make_eval_batches(config: TrainConfig, mesh: Mesh) -> BatchMaker:
 
 def _select_loss_sums(
     config: TrainConfig,
-    model: Model,
     teacher: distillation.Teacher | None,
     preprocessing: Preprocessing,
     train: Source,
+    model: Model,
 ) -> tuple[LossSumsFn, LossSumsFn]:
     """Makes functions that sum loss and metrics over a batch, for training and for evaluation.
 
@@ -378,36 +383,30 @@ def _select_loss_sums(
 
 def _make_training(
     config: TrainConfig,
-    models: list[Model],
+    build_model: Callable[..., Model],
+    sums_of: Callable[[Model], tuple[LossSumsFn, LossSumsFn]],
     teacher: distillation.Teacher | None,
-    preprocessing: Preprocessing,
     length: TrainLength,
     train: Source,
-) -> tuple[Callable[..., TrainState], Update, LossSumsFn, list[str]]:
-    """Returns `init`, `update`, the `loss_sums` of evaluations, and the param group report.
+) -> tuple[Callable[..., TrainState], dict[StepKind, Update], list[str]]:
+    """Returns `init`, the updates by kind of step, and the param group report.
 
-    `models` has a second model if the regularization changes (see `get_regularizations`).
-
-    Raises UserError if options do not fit the models or the length.
+    Raises UserError if options do not fit the model or the length.
     """
-    sums = [_select_loss_sums(config, model, teacher, preprocessing, train) for model in models]
-    model, late = models[0], None
+    model = build_model(None)
     if teacher is not None and config.distillation.kind == 'features':
-        wrong = 'config.distillation.kind=features: has no effect if only the head is trained'
-        require(config.optimizer.trained_blocks != 0, f'{wrong}; set optimizer.trained_blocks=1')
         model = distillation.with_projection(model, teacher.model)
     if (until := config.patch_dropout_until) is not None:
-        late = length.to_steps(until), sums[1][0]
-        wrong = f'config.patch_dropout_until.{until}: got step {late[0]}; expected more than 0 and '
-        require(0 < late[0] < length.total_steps, f'{wrong}less than {length.total_steps}')
+        step, end = length.to_steps(until), length.total_steps
+        wrong = f'config.patch_dropout_until.{until}: got step {step}; expected more than 0 and '
+        require(0 < step < end, f'{wrong}less than {end}')
     schedule = make_schedule(config.schedule, length)
     abstract = jax.eval_shape(model.init, jax.random.key(0))
     groups = make_param_groups(config.optimizer, abstract)
     optimizer = make_optimizer(config.optimizer, schedule, groups)
     with_ema = config.ema_decay is not None
     peak, sam = config.schedule.learning_rate, config.optimizer.sharpness
-    if not isinstance(config.optimizer.kind, str):
-        check_optimizer(optimizer, groups, abstract, with_ema=with_ema)
+    check_optimizer(optimizer, groups, abstract, with_ema=with_ema)
 
     def init(params: Params | None = None) -> TrainState:
         if params is None:
@@ -415,16 +414,20 @@ def _make_training(
         return TrainState.initial(params, optimizer, with_ema=with_ema)
 
     targets = functools.partial(losses.make_targets, num_classes=len(train.class_names))
-    update = updates.make_update(
-        sums[0][0],
-        optimizer,
-        schedule,
+    make_update = functools.partial(
+        updates.make_update,
+        optimizer=optimizer,
+        schedule=schedule,
         augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
         stop_frozen_gradients=groups.stop_frozen_gradients,
         seed=config.seed,
         accumulation_steps=config.accumulation_steps,
         ema_decay=config.ema_decay,
-        late=late,
         sharpen=make_sharpener(sam, schedule, peak=peak, total_steps=length.total_steps),
     )
-    return init, update, sums[0][1], groups.report
+    by_kind = {}
+    for kind in config.step_kinds:
+        regularization = kind.regularize(config.regularization)
+        trained = build_model(kind.patch_size, regularization=regularization)
+        by_kind[kind] = make_update(sums_of(trained)[0])
+    return init, by_kind, groups.report

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from vit_jax.base import Path, errors, plural, records, storage, usable
 from vit_jax.base.bucket_lease import GrowingObject
+from vit_jax.checkpoints.transfer import with_patch_size
 from vit_jax.config import Writer
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import Experiment
@@ -233,7 +234,7 @@ def describe_run(experiment: Experiment) -> str:
         f'warm-up {plural(length.to_steps(config.schedule.warmup), "step")}',
         f'model   {count_params(model):,} parameters, {tokens}'
         f'{count_multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
-        *_describe_patch_dropout(experiment),
+        *_describe_steps(experiment),
         f'compute {experiment.compute}',
     ]
     if (teacher := config.distillation.teacher) is not None:
@@ -241,16 +242,18 @@ def describe_run(experiment: Experiment) -> str:
     return '\n'.join([*lines, *experiment.param_group_report])
 
 
-def _describe_patch_dropout(experiment: Experiment) -> list[str]:
-    """Describes the tokens and operations of training with PatchDropout, in at most one line."""
-    regularization, model = experiment.config.regularization, experiment.model.config
-    if regularization.patch_dropout == 0 or not isinstance(model, ViTConfig):
-        return []
-    operations = count_multiply_adds(model, regularization=regularization) / 1e6
-    tokens = plural(regularization.num_tokens(model), 'token')
-    duration = experiment.config.patch_dropout_until
-    until = f' before step {experiment.length.to_steps(duration)}' if duration else ''
-    return [f'training{until}: {tokens}, {operations:,.1f} M multiply-adds per image']
+def _describe_steps(experiment: Experiment) -> list[str]:
+    """Describes each kind of step that differs from the model, in lines."""
+    config, lines = experiment.config, list[str]()
+    for kind in config.step_kinds:
+        model = with_patch_size(experiment.model.config, kind.patch_size)
+        if kind == (None, 0.0) or not isinstance(model, ViTConfig):
+            continue
+        regularization = kind.regularize(config.regularization)
+        tokens = plural(regularization.num_tokens(model), 'token')
+        operations = count_multiply_adds(model, regularization=regularization) / 1e6
+        lines.append(f'training with {kind}: {tokens}, {operations:,.1f} M multiply-adds per image')
+    return lines
 
 
 def format_duration(seconds: float) -> str:

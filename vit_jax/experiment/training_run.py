@@ -17,7 +17,7 @@ from rich.console import Console
 
 from vit_jax.base import Params, Path, plural, require, write_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
-from vit_jax.config import TrainConfig, write_config
+from vit_jax.config import StepKind, TrainConfig, write_config
 from vit_jax.data import loading
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
@@ -90,7 +90,7 @@ def train(
         console.print(describe_run(experiment))
         # This caches the images on the devices if they fit.
         for reader in (experiment.train_reader, *experiment.eval_readers.values()):
-            experiment.evaluator.batches.make_loader(reader)
+            experiment.batches.make_loader(reader)
         with clock('compile'):
             programs = compile_programs(experiment, console)
         console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
@@ -160,7 +160,7 @@ def make_selection(experiment: Experiment) -> Selection | None:
     if (metric := config.keep_best) is None:
         return None
     params, reader = abstract_params(experiment.model.config), next(iter(readers.values()))
-    metrics = experiment.evaluator.list_metrics(params, reader)
+    metrics = next(iter(experiment.evaluators.values())).list_metrics(params, reader)
     known = [f'{name}/{each}' for name in readers for each in metrics]
     require(metric in known, f'config.keep_best={metric!r}: expected one of {", ".join(known)}')
     name, _, metric = metric.partition('/')
@@ -176,18 +176,27 @@ class Programs(NamedTuple):
     """The compiled programs of a run, and the abstract train state."""
 
     state: TrainState  # shape, type and sharding of each array
-    update: Update
+    updates: dict[StepKind, Update]
     evaluators: dict[str, Evaluator]  # by name; `fewshot` computes features
 
 
 def compile_programs(experiment: Experiment, console: Console) -> Programs:
-    """Compiles the update and the evaluators. Prints a line per sharded array."""
+    """Compiles the updates and the evaluators. Prints a line per sharded array.
+
+    Evaluations with equal batch shapes and patch sizes share a compiled step.
+    """
     state, mesh = abstract_state(experiment), experiment.mesh
     for line in sharding_rules.sharding_report(state, sharding_rules.get_shardings(state), mesh):
         console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
-    update = lower_update(experiment, state).compile()
-    return Programs(state, update, compile_evaluators(experiment, state.eval_params))
+    updates = {kind: lower_update(experiment, state, kind).compile() for kind in experiment.updates}
+    params, readers = state.eval_params, experiment.eval_readers
+    evaluators = {x: one.compile(params, readers[x]) for x, one in experiment.evaluators.items()}
+    if experiment.probes is not None:
+        model, batches = experiment.model, experiment.batches
+        features = make_feature_evaluator(model, experiment.preprocessing, batches)
+        evaluators['fewshot'] = features.compile(params, experiment.probes.example)
+    return Programs(state, updates, evaluators)
 
 
 def abstract_state(experiment: Experiment) -> TrainState:
@@ -201,28 +210,16 @@ def abstract_state(experiment: Experiment) -> TrainState:
     return sharding_rules.abstract_arrays(state, shardings)
 
 
-def lower_update(experiment: Experiment, state: TrainState) -> Any:
-    """Traces and lowers the update step, which donates its state, but not the teacher."""
-    size, reader = experiment.config.batch_size, experiment.train_reader
-    batch = loading.abstract_batch(experiment.mesh, size, reader.size, reader.source.label_shape)
-    out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
-    options = {'donate_argnums': 0, 'out_shardings': out_shardings}
-    step = meshes.jit_on(experiment.update, experiment.mesh, **options)
-    return step.lower(state, batch, experiment.teacher)
+def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | None = None) -> Any:
+    """Traces and lowers the update step, which donates its state, but not the teacher.
 
-
-def compile_evaluators(experiment: Experiment, params: Params) -> dict[str, Evaluator]:
-    """Compiles the evaluators by name; `fewshot` computes features.
-
-    Evaluations with equal batch shapes share a compiled step.
+    By default, it is the update with the longest sequence, which needs the most memory.
     """
-    compile_for = functools.partial(experiment.evaluator.compile, params)
-    compiled = {name: compile_for(reader) for name, reader in experiment.eval_readers.items()}
-    if experiment.probes is not None:
-        model, batches = experiment.model, experiment.evaluator.batches
-        features = make_feature_evaluator(model, experiment.preprocessing, batches)
-        compiled['fewshot'] = features.compile(params, experiment.probes.example)
-    return compiled
+    batches = experiment.batches._replace(batch_size=experiment.config.batch_size)
+    out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
+    update = experiment.updates[kind or experiment.config.step_kinds[0]]
+    step = meshes.jit_on(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
+    return step.lower(state, batches.abstract(experiment.train_reader), experiment.teacher)
 
 
 def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
@@ -363,15 +360,16 @@ class TrainingRun:
     def _fit(self, state: TrainState, steps: range, profile: range) -> TrainState:
         experiment, workdir, *_ = self.opened
         config = experiment.config
-        loader = experiment.evaluator.batches.make_loader(experiment.train_reader)
+        loader = experiment.batches.make_loader(experiment.train_reader)
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
+        updates = (self.programs.updates[config.step_kind(n, experiment.length)] for n in steps)
         folder, console = workdir.folder / 'profile', self.reporter.console
         watched = loop.profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
         with contextlib.closing(watched):
             return loop.fit(
-                lambda state, batch: self.programs.update(state, batch, experiment.teacher),
+                lambda state, batch: next(updates)(state, batch, experiment.teacher),
                 state,
                 watched,
                 steps=steps,

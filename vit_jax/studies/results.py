@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vit_jax.base import Float, Path
+from vit_jax.checkpoints.transfer import with_patch_size
 from vit_jax.models import count_multiply_adds
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, PlotConfig, Study
@@ -57,14 +58,16 @@ def _count_operations(folder: Path, run: PlannedRun) -> float:
     """Returns the floating-point operations of a training run, as in table 6 of the ViT paper.
 
     Counts 6 per multiply-add of the forward pass, image and step, because a backward pass costs two
-    forward passes. Returns NaN if the model comes from a checkpoint, or if only a part of the run
-    has PatchDropout.
+    forward passes. Returns NaN if the model comes from a checkpoint, or if steps differ, as with
+    random patch sizes (`TrainConfig.step_kinds`).
     """
     steps = read_last_step(folder, run)
     config = run.config
-    if config.model is None or steps is None or config.patch_dropout_until is not None:
+    kind, *others = config.step_kinds
+    if config.model is None or steps is None or others:
         return float('nan')
-    per_image = count_multiply_adds(config.model, regularization=config.regularization)
+    model = with_patch_size(config.model, kind.patch_size)
+    per_image = count_multiply_adds(model, regularization=config.regularization)
     return 6.0 * per_image * config.batch_size * steps
 
 

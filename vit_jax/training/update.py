@@ -1,11 +1,11 @@
 """The training step, a pure function (state, batch) -> (state, metrics)."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
@@ -78,6 +78,17 @@ def make_purpose_key(seed: int, purpose: int) -> Key[Array, '']:
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
 
+def draw_patch_size(sizes: Sequence[int], seed: int, step: int) -> int | None:
+    """Draws the patch size of a step uniformly, on the host; None if there are no sizes.
+
+    It depends on the arguments only, so all processes and a resumed run draw the same.
+    """
+    if not sizes:
+        return None
+    # Random crops have three numbers as seed, to which numpy appends zeros.
+    return int(np.random.default_rng((seed, step, 0, 1)).choice(sizes))
+
+
 def make_loss_sums(
     apply: Callable[..., Float[Array, 'b k']],
     loss: Loss,
@@ -117,7 +128,6 @@ def make_update(
     seed: int = 0,
     accumulation_steps: int = 1,
     ema_decay: float | None = None,
-    late: tuple[int, Callable[..., BatchSums]] | None = None,
     sharpen: Sharpener | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
@@ -137,22 +147,25 @@ def make_update(
         other, with activations of one part in memory. The result does not depend on this number,
         except for dropout and rounding.
       ema_decay: Decay of the moving average of parameters per step; None: no average.
-      late: A step and the function that replaces `loss_sums` from this step on; None: no change.
       sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
         metrics are from the first pass; `gradient_norm` is the norm of SAM's gradient.
 
     Returns:
       `update(state, batch, teacher=None)`; `teacher` are the parameters of the teacher, if any.
     """
-    make = functools.partial(_make_gradients, stop=stop_frozen_gradients, parts=accumulation_steps)
 
     def update(
         state: TrainState, batch: Batch, teacher: Params | None = None
     ) -> tuple[TrainState, StepMetrics]:
-        gradients = make(loss_sums, teacher)
-        if late is not None:
-            choices = gradients, make(late[1], teacher)
-            gradients = functools.partial(jax.lax.cond, state.step < late[0], *choices)
+        options = {} if teacher is None else {'teacher': teacher}
+
+        def summed_loss(
+            params: Params, batch: Batch, key: Key[Array, '']
+        ) -> tuple[Array, BatchSums]:
+            batch_sums = loss_sums(stop_frozen_gradients(params), batch, key, **options)
+            return batch_sums.sums['loss'], batch_sums
+
+        gradients = accumulate_gradients(jax.grad(summed_loss, has_aux=True), accumulation_steps)
         if sharpen is not None:
             gradients = sharpen(gradients, state.step)
         batch = augment(make_purpose_key(seed, AUGMENT), batch)
@@ -179,23 +192,6 @@ def make_update(
         return after._replace(step=state.step + 1), StepMetrics(sums, examples, scalars)
 
     return update
-
-
-def _make_gradients(
-    loss_sums: Callable[..., BatchSums],
-    teacher: Params | None,
-    *,
-    stop: Callable[[Params], Params],
-    parts: int,
-) -> GradientFunction:
-    """Makes the function from (params, batch, key) to the gradient of the summed loss and sums."""
-    options = {} if teacher is None else {'teacher': teacher}
-
-    def total(params: Params, batch: Batch, key: Key[Array, '']) -> tuple[Array, BatchSums]:
-        batch_sums = loss_sums(stop(params), batch, key, **options)
-        return batch_sums.sums['loss'], batch_sums
-
-    return accumulate_gradients(jax.grad(total, has_aux=True), parts)
 
 
 def _select(finite: Bool[Array, ''], new: TrainState, old: TrainState) -> TrainState:

@@ -39,8 +39,8 @@ def main(arguments: argparse.Namespace) -> int:
     experiment = build_experiment(config, devices=where.devices)
     compute, mesh, kind = experiment.compute, experiment.mesh, config.step_kinds[0]
     model = with_patch_size(experiment.model.config, kind.patch_size)
-    count, kind = len(where.devices), where.devices[0].device_kind
-    print(f'topology    {where.name}: {count} x {kind}, {_gib(where.memory)} each')
+    count, device = len(where.devices), where.devices[0].device_kind
+    print(f'topology    {where.name}: {count} x {device}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.format_mesh(mesh)}')
     print(f'model       {count_params(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')

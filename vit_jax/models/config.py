@@ -68,7 +68,10 @@ class ArchitectureConfig(Record):
     image_size: tuple[int, int] = (224, 224)  # image (height, width) in pixels
     channels: int = 3  # number of image channels
     num_classes: int | None = None  # number of classes; None: no head, the model returns features
-    head: Head = 'linear'  # linear, or your own function f(num_classes) -> flax module
+    head: Head = (
+        'linear'  # cosine: scaled cosine similarities to class vectors, cosine:WIDTH: after a
+        # projection to this width (CLIP); or your own function f(num_classes) -> flax module
+    )
     head_bias: float = 0.0  # initial value of the linear head's bias
 
     def check(self) -> None:

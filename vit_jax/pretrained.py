@@ -216,7 +216,10 @@ class LoadedModel:
         return self.outputs(images, 'probabilities')[0]
 
     def features(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """Returns the input of the head: (b d), or (b n d) with pool=none."""
+        """Returns the input of the head, (b d); with pool=none (b n d).
+
+        With pool=cls_dist, returns the mean of the inputs of both heads, as timm does.
+        """
         return self.outputs(images, 'features')[0]
 
     def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[Any, ...]:
@@ -269,6 +272,9 @@ class LoadedModel:
             'probabilities': lambda *values: self.card.probabilities(self.model.apply(*values)),
             'features': self.model.features,
         }
+        if getattr(self.config, 'pool', None) == 'cls_dist':  # two tokens, concatenated
+            features = self.model.features
+            functions['features'] = lambda *xs: jnp.add(*jnp.split(features(*xs), 2, axis=1)) / 2
         # XLA computes the common part of the outputs once.
         return jax.jit(
             with_highest_precision(
@@ -448,12 +454,11 @@ def _attach_head(
     checkpoint: opening.Checkpoint, head: Callable[[int], Any] | str | os.PathLike[str]
 ) -> opening.Checkpoint:
     """Returns the checkpoint with another head. Raises UserError if the head does not fit."""
-    card, old, params = checkpoint.card, checkpoint.card.model, checkpoint.read()
+    old, params, where = checkpoint.card.model, checkpoint.read(), f'{checkpoint.path}: head'
     if not callable(head):
-        card, params = transfer.with_class_vectors(card, params, os.fspath(head))
+        card, params = transfer.with_class_vectors(checkpoint.card, params, os.fspath(head))
         lines = [*checkpoint.report, f'head: {card.model.num_classes} class vectors from {head}']
         return checkpoint._replace(card=card, read=lambda: params, report=lines)
-    where = f'{checkpoint.path}: head'
     require(old.num_classes is not None, f'{where}: the checkpoint has no head')
     is_custom = isinstance(old.head, records.UnresolvedFunction)
     require(is_custom, f'{where}: the checkpoint has a {old.head} head; leave out head=FUNCTION')
@@ -461,7 +466,7 @@ def _attach_head(
     with usable('head', 'a function from the number of classes to a flax module'):
         expected = abstract_params(model)
     tree_names.compare_leaves(head_params(params), head_params(expected), where=where)
-    card = dataclasses.replace(card, model=model)
+    card = dataclasses.replace(checkpoint.card, model=model)
     return checkpoint._replace(card=card, read=lambda: params)
 
 

@@ -227,9 +227,9 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
     width = model.num_classes if projects else feature_width(model)
     kind = f'cosine:{width}' if projects else 'cosine'
     with array_files.error_prefix(path), np.load(path) as file:
+        wrong = f'got the arrays {", ".join(file)}; expected vectors and, optionally, scale, bias'
         fits = {'vectors'} <= {*file} <= {'vectors', 'class_names', *_NUMBERS}
-        expected = 'expected vectors and, optionally, scale, bias and class_names'
-        require(fits, f'got the arrays {", ".join(file)}; {expected}')
+        require(fits, f'{wrong} and class_names')
         arrays = {name: np.squeeze(file.get(name, value)) for name, value in _NUMBERS.items()}
         arrays = {name: np.float32(a) for name, a in {'vectors': file['vectors'], **arrays}.items()}
         for name, array in arrays.items():
@@ -243,9 +243,8 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
             class_names=tuple(file['class_names'].tolist()) if 'class_names' in file else (),
             loss='sigmoid' if 'bias' in file else 'softmax',
         )
-    head = {'kernel': kernel.T, **arrays}
-    head |= {'projection': {'kernel': params['head']['kernel']}} if projects else {}
-    return card, params | {'head': head}
+    kept = {'projection': {'kernel': params['head']['kernel']}} if projects else {}
+    return card, params | {'head': {'kernel': kernel.T, **arrays, **kept}}
 
 
 def head_params(params: Params) -> dict[str, Any]:

@@ -142,7 +142,8 @@ class ViTConfig(ArchitectureConfig):
         require_between(self, 'registers', low=0, high=MAX_SIZE)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
         require_between(self, 'layer_scale', low=-1, high=1)
-        require_between(self, 'class_tokens', low=_CLASS_TOKENS.get(self.pool, 0), high=2)
+        highest = 2 if self.pool == 'cls_dist' else MAX_SIZE
+        require_between(self, 'class_tokens', low=_CLASS_TOKENS.get(self.pool, 0), high=highest)
         require_between(self, 'blocks_without_skips', low=0, below=self.depth)
         wrong = 'representation_size: not supported with pool=cls_dist; leave it out'
         require(self.pool != 'cls_dist' or self.representation_size is None, wrong)

@@ -459,7 +459,9 @@ class ViT(ViTModule):
         """
         config, before = self.config, self.config.num_class_tokens
         zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
-        cls_tokens = [self.param(n, zeros, (1, 1, config.width)) for n in ('cls', 'dist')[:before]]
+        names = ('cls', 'dist')[:before] if before <= 2 else ('cls',)
+        shape = 1, before // max(1, len(names)), config.width
+        cls_tokens = [self.param(name, zeros, shape) for name in names]
         if config.registers:  # not zeros: equal registers would stay equal
             registers = self.param('registers', normal, (1, config.registers, config.width))
         x = jnp.concatenate([*(tile_over_batch(token, x) for token in cls_tokens), x], axis=1)

@@ -285,3 +285,41 @@ def test_a_simple_random_crop_is_torchvisions_at_the_same_place(shape):
     expected = transforms.functional.crop(padded, top, left, 24, 24)
     found = SimpleRandomCrop()(image, (24, 24), np.random.default_rng(0))
     np.testing.assert_array_equal(found, np.asarray(expected))
+
+
+PROMPTS = 'a photo of a {}.', 'a blurry {}.'
+
+
+@pytest.mark.parametrize('bias', [None, -9.5])
+def test_zero_shot_logits_are_open_clips(bias, tmp_path):
+    """Of a randomly initialized model, with class vectors from its text tower and prompts."""
+    open_clip = pytest.importorskip('open_clip', reason='open_clip_torch is not installed')
+    from safetensors.torch import save_file
+
+    vision = {'image_size': 32, 'patch_size': 8, 'width': 64, 'layers': 2}
+    text = {'context_length': 77, 'vocab_size': 49408, 'width': 64, 'heads': 2, 'layers': 1}
+    torch.manual_seed(0)
+    model = open_clip.model.CLIP(24, vision, text, init_logit_bias=bias).eval()
+    described = {'model_cfg': {'embed_dim': 24, 'vision_cfg': vision, 'text_cfg': text}}
+    (tmp_path / 'open_clip_config.json').write_text(json.dumps(described))
+    save_file(model.state_dict(), tmp_path / 'open_clip_model.safetensors')
+    vectors = open_clip.build_zero_shot_classifier(model, open_clip.tokenize, 'ab', PROMPTS).T
+    arrays = {'vectors': vectors.numpy(), 'scale': model.logit_scale.exp().item()}
+    arrays |= {} if bias is None else {'bias': model.logit_bias.item()}
+    np.savez(tmp_path / 'classes.npz', **arrays)
+    images = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        tokens = open_clip.tokenize([PROMPTS[0].format(name) for name in 'ab'])
+        alone = model.get_logits(images, tokens)[0]
+        expected = model.logit_scale.exp() * model.encode_image(images, normalize=True) @ vectors.T
+        expected = expected + (0 if bias is None else model.logit_bias)
+    found = vit_jax.load(tmp_path, head=tmp_path / 'classes.npz').logits(
+        images.numpy().transpose(0, 2, 3, 1)
+    )
+    # float32 rounding, times the scale 14
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
+    np.savez(tmp_path / 'classes.npz', **arrays | {'vectors': model.encode_text(tokens).detach()})
+    found = vit_jax.load(tmp_path, head=tmp_path / 'classes.npz').logits(
+        images.numpy().transpose(0, 2, 3, 1)
+    )
+    np.testing.assert_allclose(found, alone, rtol=0, atol=5e-5)

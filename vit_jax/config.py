@@ -84,7 +84,7 @@ class TrainConfig(Record):
     classes: tuple[str, ...] = ()  # names of the classes to train and evaluate on; empty: all
     model: ViTConfig | ResNetConfig | None = None  # architecture; None: the model of start_from
     image_size: tuple[int, int] | None = None  # (height, width) in pixels; None: the model's
-    head: Head | None = None  # linear, or f(num_classes) -> flax module; None: the model's head
+    head: Head | None = None  # as model.head; None: the model's head
     start_from: str | None = None  # checkpoint, in any format, to initialize parameters from
     reuse_head: bool = False  # keep the head of start_from for its classes; false: a new head
     init_head: Literal['logistic'] | None = None  # LP-FT: fit a head first; needs reuse_head=false

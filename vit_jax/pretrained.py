@@ -11,17 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import (
-    Array,
-    Float,
-    Params,
-    UInt8,
-    UserError,
-    require,
-    tree_names,
-    usable,
-)
-from vit_jax.base.records import UnresolvedFunction
+from vit_jax.base import Array, Float, Params, UInt8, UserError, require, tree_names
+from vit_jax.base.storage import usable
 from vit_jax.checkpoints import remote, transfer
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.digests import digest_model
@@ -123,7 +114,7 @@ class LoadedModel:
         head = self.config.head
         expected = 'pass it with load(..., head=FUNCTION), or --head=FILE.py:FUNCTION'
         custom = f'the head is the function {getattr(head, "name", "")}, not part of the checkpoint'
-        require(not isinstance(head, UnresolvedFunction), f'{custom}; {expected}')
+        require(not isinstance(head, records.UnresolvedFunction), f'{custom}; {expected}')
         return build(self.config, compute=self.compute)
 
     def with_params(
@@ -225,7 +216,10 @@ class LoadedModel:
         return self.outputs(images, 'probabilities')[0]
 
     def features(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
-        """Returns the input of the head: (b d), or (b n d) with pool=none."""
+        """Returns the input of the head, (b d); with pool=none (b n d).
+
+        With pool=cls_dist, returns the mean of the inputs of both heads, as timm does.
+        """
         return self.outputs(images, 'features')[0]
 
     def outputs(self, images: Array | np.ndarray, *names: OutputName) -> tuple[Any, ...]:
@@ -278,6 +272,9 @@ class LoadedModel:
             'probabilities': lambda *values: self.card.probabilities(self.model.apply(*values)),
             'features': self.model.features,
         }
+        if getattr(self.config, 'pool', None) == 'cls_dist':  # two tokens, concatenated
+            features = self.model.features
+            functions['features'] = lambda *xs: jnp.add(*jnp.split(features(*xs), 2, axis=1)) / 2
         # XLA computes the common part of the outputs once.
         return jax.jit(
             with_highest_precision(
@@ -306,7 +303,7 @@ def load(
     patch_size: int | tuple[int, int] | None = None,
     channels: int | None = None,
     num_classes: int | Literal['keep'] | None = 'keep',
-    head: Callable[[int], Any] | None = None,
+    head: Callable[[int], Any] | str | os.PathLike[str] | None = None,
     dtype: Literal['float32', 'bfloat16'] = 'float32',
 ) -> LoadedModel:
     """Loads a model from a checkpoint file or directory. The format is detected.
@@ -325,7 +322,8 @@ def load(
       num_classes: 'keep' keeps the head, None removes it, and a number replaces it with a head of
         zeros.
       head: The function from num_classes to a flax module that made a custom head, which
-        checkpoints do not contain.
+        checkpoints do not contain; or an npz file of class vectors, which replace the projection of
+        CLIP, or are added to a model without a head (`transfer.with_class_vectors`).
       dtype: Type of matrix products. Parameters, norms and outputs are float32.
 
     Raises:
@@ -452,12 +450,17 @@ def save(
     )
 
 
-def _attach_head(checkpoint: opening.Checkpoint, head: Callable[[int], Any]) -> opening.Checkpoint:
-    """Returns the checkpoint with a custom head. Raises UserError if the head does not fit."""
-    old = checkpoint.card.model
-    params, where = checkpoint.read(), f'{checkpoint.path}: head'
+def _attach_head(
+    checkpoint: opening.Checkpoint, head: Callable[[int], Any] | str | os.PathLike[str]
+) -> opening.Checkpoint:
+    """Returns the checkpoint with another head. Raises UserError if the head does not fit."""
+    old, params, where = checkpoint.card.model, checkpoint.read(), f'{checkpoint.path}: head'
+    if not callable(head):
+        card, params = transfer.with_class_vectors(checkpoint.card, params, os.fspath(head))
+        lines = [*checkpoint.report, f'head: {card.model.num_classes} class vectors from {head}']
+        return checkpoint._replace(card=card, read=lambda: params, report=lines)
     require(old.num_classes is not None, f'{where}: the checkpoint has no head')
-    is_custom = isinstance(old.head, UnresolvedFunction)
+    is_custom = isinstance(old.head, records.UnresolvedFunction)
     require(is_custom, f'{where}: the checkpoint has a {old.head} head; leave out head=FUNCTION')
     model = dataclasses.replace(old, head=head)
     with usable('head', 'a function from the number of classes to a flax module'):

@@ -13,11 +13,15 @@ import numpy as np
 from vit_jax.base import Params, UserError, plural, raise_all, records, require, tree_names
 from vit_jax.checkpoints import resize
 from vit_jax.checkpoints.card import Card
+from vit_jax.checkpoints.formats import array_files
 from vit_jax.data.sources.base import match_names
 from vit_jax.models import Model, ModelConfig, ViTConfig, abstract_params, build
 from vit_jax.models.masked_patches import MASKED
-from vit_jax.models.model import init_params
+from vit_jax.models.model import feature_width, init_params
 from vit_jax.models.positions import FIXED_GRID, PositionKind
+
+# Optional numbers in a file of class vectors, and their values if absent.
+_NUMBERS = {'scale': 1.0, 'bias': 0.0}
 
 
 class Transferred(NamedTuple):
@@ -243,6 +247,50 @@ def with_linear_head(config: ModelConfig, *, num_classes: int | None) -> ModelCo
     if isinstance(config, ViTConfig):
         changes |= {'representation_size': None, 'patch_outputs': None}
     return dataclasses.replace(config, **changes)
+
+
+def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Params]:
+    """Makes a zero-shot classifier of an image tower: its new head is a cosine head.
+
+    Args:
+      card: CLIP's image tower, whose projection is kept, or a model without a head.
+      params: Its parameters.
+      path: An npz file of `vectors` (k d), and optionally `scale` (a factor, not its logarithm;
+        default: 1), `bias` (with it, probabilities are sigmoids) and `class_names` (k).
+
+    Returns:
+      The card and the parameters of the classifier.
+
+    Raises:
+      UserError: If the file cannot be used, or the checkpoint has another head.
+    """
+    model, projects = card.model, card.is_projection
+    wrong = f'head={path}: the checkpoint has a head for {model.num_classes} classes'
+    require(
+        projects or model.num_classes is None,
+        f'{wrong}; expected the projection of CLIP, or no head',
+    )
+    width = model.num_classes if projects else feature_width(model)
+    kind = f'cosine:{width}' if projects else 'cosine'
+    with array_files.error_prefix(path), np.load(path) as file:
+        wrong = f'got the arrays {", ".join(file)}; expected vectors and, optionally, scale, bias'
+        fits = {'vectors'} <= {*file} <= {'vectors', 'class_names', *_NUMBERS}
+        require(fits, f'{wrong} and class_names')
+        arrays = {name: np.squeeze(file.get(name, value)) for name, value in _NUMBERS.items()}
+        arrays = {name: np.float32(a) for name, a in {'vectors': file['vectors'], **arrays}.items()}
+        for name, array in arrays.items():
+            shape = (*array.shape[:1], width) if name == 'vectors' else ()
+            require(array.shape == shape, f'{name}: got shape {array.shape}; expected {shape}')
+            require(np.isfinite(array).all(), f'{name}: got NaN or Inf; expected finite values')
+        count = len(kernel := arrays.pop('vectors'))
+        card = dataclasses.replace(
+            card,
+            model=dataclasses.replace(model, num_classes=count, head=kind, head_bias=0.0),
+            class_names=tuple(file['class_names'].tolist()) if 'class_names' in file else (),
+            loss='sigmoid' if 'bias' in file else 'softmax',
+        )
+    kept = {'projection': {'kernel': params['head']['kernel']}} if projects else {}
+    return card, params | {'head': {'kernel': kernel.T, **arrays, **kept}}
 
 
 def head_params(params: Params) -> dict[str, Any]:

@@ -260,7 +260,8 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     add('--num_heads', type=positive_int, metavar='N', help='number of attention heads')
     add('--gelu', choices=['tanh', 'exact', 'quick'], help='formula of the GELU in MLPs')
     add('--layer_norm_epsilon', type=float, metavar='E', help='epsilon in LayerNorm')
-    add('--head', metavar='FILE.py:FUNCTION', help='function from num_classes to a flax head')
+    text = 'function from num_classes to a flax head; or class vectors (docs/checkpoints.md)'
+    add('--head', metavar='FILE.py:FUNCTION|FILE.npz', help=text)
     add = parser.add_argument_group('changes to the model').add_argument
     add('--image_size', type=_pair, metavar='H,W', help='in pixels; resizes position embeddings')
     add('--patch_size', type=_pair, metavar='H,W', help='in pixels; resizes the patch embedding')
@@ -270,7 +271,8 @@ def checkpoint_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of `add_checkpoint_flags` that are set."""
     names = 'grid', 'num_heads', 'gelu', 'layer_norm_epsilon', 'image_size', 'patch_size'
     values = {name: getattr(arguments, name) for name in names}
-    values['head'] = arguments.head and config_files.load_function(arguments.head)
+    is_function = arguments.head and not arguments.head.endswith('.npz')
+    values['head'] = config_files.load_function(arguments.head) if is_function else arguments.head
     return {name: value for name, value in values.items() if value is not None}
 
 

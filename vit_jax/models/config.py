@@ -68,7 +68,10 @@ class ArchitectureConfig(Record):
     image_size: tuple[int, int] = (224, 224)  # image (height, width) in pixels
     channels: int = 3  # number of image channels
     num_classes: int | None = None  # number of classes; None: no head, the model returns features
-    head: Head = 'linear'  # linear, or your own function f(num_classes) -> flax module
+    head: Head = (
+        'linear'  # cosine: scaled cosine similarities to class vectors, cosine:WIDTH: after a
+        # projection to this width (CLIP); or your own function f(num_classes) -> flax module
+    )
     head_bias: float = 0.0  # initial value of the linear head's bias
 
     def check(self) -> None:
@@ -139,7 +142,8 @@ class ViTConfig(ArchitectureConfig):
         require_between(self, 'registers', low=0, high=MAX_SIZE)
         require_between(self, 'layer_norm_epsilon', above=0, below=1)
         require_between(self, 'layer_scale', low=-1, high=1)
-        require_between(self, 'class_tokens', low=_CLASS_TOKENS.get(self.pool, 0), high=2)
+        highest = 2 if self.pool == 'cls_dist' else MAX_SIZE
+        require_between(self, 'class_tokens', low=_CLASS_TOKENS.get(self.pool, 0), high=highest)
         require_between(self, 'blocks_without_skips', low=0, below=self.depth)
         wrong = 'representation_size: not supported with pool=cls_dist; leave it out'
         require(self.pool != 'cls_dist' or self.representation_size is None, wrong)

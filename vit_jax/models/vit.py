@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, assert_never
 
@@ -356,6 +357,31 @@ class DistilledHead(nn.Module):
         return (self.cls(cls) + self.dist(dist)) / 2
 
 
+class CosineHead(nn.Module):
+    """Scaled cosine similarities of the features and the vector of each class (CLIP), plus a bias.
+
+    With `projection`, features are first projected to this width, that of the class vectors.
+    """
+
+    num_classes: int
+    projection: int | None = None
+
+    @nn.compact
+    def __call__(self, features: Float[Array, 'b d']) -> Float[Array, 'b k']:
+        if self.projection is not None:
+            features = nn.Dense(self.projection, use_bias=False, name='projection')(features)
+        size, init = (features.shape[-1], self.num_classes), nn.initializers.lecun_normal()
+        kernel = self.param('kernel', init, size)
+        scale = self.param('scale', nn.initializers.constant(1 / 0.07), ())  # as CLIP starts
+        bias = self.param('bias', nn.initializers.zeros, ())
+        return scale * (_to_unit_length(features, 1) @ _to_unit_length(kernel, 0)) + bias
+
+
+def _to_unit_length(x: Float[Array, 'n m'], axis: int) -> Float[Array, 'n m']:
+    """Divides the vectors along an axis by their length; vectors of zeros stay zero."""
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x**2, axis, keepdims=True), 1e-24))
+
+
 def make_head(config: ModelConfig) -> nn.Module | None:
     """Makes the head. A linear head starts at zero, with uniform predictions (section 3.2)."""
     if config.num_classes is None:
@@ -368,7 +394,10 @@ def make_head(config: ModelConfig) -> nn.Module | None:
     if config.head == 'linear':
         zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
         return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
-    raise UserError(f'model.head={config.head!r}: expected linear or f(num_classes) -> flax module')
+    if cosine := re.fullmatch(r'cosine(?::(\d+))?', config.head):
+        return CosineHead(config.num_classes, int(cosine[1]) if cosine[1] else None)
+    expected = 'expected linear, cosine, cosine:WIDTH or f(num_classes) -> flax module'
+    raise UserError(f'model.head={config.head!r}: {expected}')
 
 
 def apply_heads(
@@ -430,7 +459,9 @@ class ViT(ViTModule):
         """
         config, before = self.config, self.config.num_class_tokens
         zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
-        cls_tokens = [self.param(n, zeros, (1, 1, config.width)) for n in ('cls', 'dist')[:before]]
+        names = ('cls', 'dist')[:before] if before <= 2 else ('cls',)
+        shape = 1, before // max(1, len(names)), config.width
+        cls_tokens = [self.param(name, zeros, shape) for name in names]
         if config.registers:  # not zeros: equal registers would stay equal
             registers = self.param('registers', normal, (1, config.registers, config.width))
         x = jnp.concatenate([*(tile_over_batch(token, x) for token in cls_tokens), x], axis=1)

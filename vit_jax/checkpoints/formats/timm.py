@@ -25,7 +25,8 @@ from vit_jax.models.config import PositionResize
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
-# Parts of names that only some files have: files of timm's class Eva, and Meta's DINOv2.
+# Parts of names that only some files have: files of timm's class Eva, and Meta's DINOv2. The
+# variant `reg_rows` has positions of registers.
 _VARIANTS = {'gamma_1', 'q_bias', 'fc1_g', 'w12', 'register_tokens'}
 
 # By act_layer; None: SwiGLU.
@@ -66,10 +67,16 @@ _ROPE = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')  # architectures with rot
 # Numbers of heads that the sizes do not determine, by architecture.
 _HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
 _HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
-# The excluded architectures have the same arrays, but other norms, rotary positions or patches.
-_SUPPORTED = re.compile(
-    r'(?!vit_pe_|.*(_rpn_|_rope_|_radio_|sapiens2))(deit3?|eva|flexivit|test_vit\d?|vit)(_.*)?'
-)
+# Features that are not supported, by architecture. The arrays of some have the same names.
+_UNSUPPORTED = {
+    r'beit(v2)?_.*|vit_s?relpos_.*|samvit_.*': 'relative positions',
+    r'eva02_.*|vit_pe_.*|.*(_rope_|_sapiens2).*': "rotary positions that differ from DINOv3's",
+    r'beit3_.*': 'a norm in the MLP',
+    r'.*_rpn_.*': 'norms after attention and MLP',
+    r'.*_radio_.*': 'its missing final norm',
+    r'test_vit3': 'attention pooling of registers (pool_include_prefix)',
+    r'(?!deit3?_|eva_|flexivit_|test_vit|vit_).*': 'layers of another kind',
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +137,7 @@ def make_rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     adds_row = config.num_class_tokens == 1 and not layout.class_row
     rules = [
         *module('patch_embed.proj', 'embedding'),
-        NameRule('cls_token', ('cls',)),
+        NameRule(registers if 'reg_rows' in layout.variants else 'cls_token', ('cls',)),
         NameRule('dist_token', ('dist',)),
         NameRule(registers, ('registers',)),
         NameRule('pos_embed', ('pos_embedding',), NO_CLASS_ROW if adds_row else SAME),
@@ -213,7 +220,9 @@ def _build_config(
 ) -> tuple[ViTConfig, Layout]:
     """Builds the model: sizes and parts from the arrays, options from the description."""
     name, _, tag = described.architecture.partition('.')
-    require(not name or bool(_SUPPORTED.fullmatch(name)), f'timm model {name} is not supported')
+    features = (text for key, text in _UNSUPPORTED.items() if re.fullmatch(key, name or 'vit_'))
+    feature = next(features, None)
+    require(feature is None, f'timm model {name} is not supported because of {feature}')
     parts = {part for array in arrays for part in array.split('.')}
     layout = Layout(variants=tuple(sorted(_VARIANTS & parts)))
     has_bias = any(array.endswith('attn.qkv.bias') for array in arrays)
@@ -221,16 +230,20 @@ def _build_config(
     zeros = (f'{prefix}blocks.{{layer0}}.attn.{absent}',) if absent else ()
     options = _options(name, arrays, described, layout)
     num_tokens = ('cls_token' in arrays) + ('dist_token' in arrays)
+    registers = arrays['reg_token'].shape[1] if 'reg_token' in arrays and num_tokens == 0 else 0
     config, num_rows = inference.infer_config(
         arrays,
         make_rules(ViTConfig(), layout),
         _add_facts(name, described.tag or tag, arrays, hints, described),
         root=next((r for root in _ROOTS.values() if (r := f'{root}.conv.weight') in arrays), ''),
         unit=_UNIT,
-        rows=(0,) if described.no_embed_class else (num_tokens, 0),
+        rows=(0,) if described.no_embed_class else (num_tokens, 0, registers),
         image_size=described.img_size or (described.input_size and described.input_size[1:]),
         **options,
     )
+    if registers and num_rows:  # like class tokens that no pool reads
+        config = dataclasses.replace(config, registers=0, class_tokens=registers)
+        layout = dataclasses.replace(layout, variants=(*layout.variants, 'reg_rows'))
     class_row = bool(num_rows) or num_tokens == 0
     return config, dataclasses.replace(layout, prefix=prefix, class_row=class_row, zeros=zeros)
 

@@ -114,7 +114,8 @@ def _write_arrays(
     right = f'the {form.name} format has no plain ResNets; use format=google or bigvision'
     require(form.resnets or isinstance(config, ViTConfig), right)
     wrong = f'head={records.text_of(config.head)}: the {form.name} format stores only linear heads'
-    require(config.num_classes is None or config.head == 'linear', f'{wrong}; pass --drop_head')
+    has_linear = config.num_classes is None or config.head == 'linear'
+    require(has_linear, f'{wrong}; use format=vit_jax, or pass --drop_head')
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         config, params = _with_learned_positions(form, config, params)
         card = dataclasses.replace(card, model=config)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Float, Params, UInt8, UserError, require, tree_names
+from vit_jax.base import Array, Float, Params, UInt8, UserError, records, require, tree_names
 from vit_jax.base.storage import usable
 from vit_jax.checkpoints import remote, transfer
 from vit_jax.checkpoints.card import Card, Hints

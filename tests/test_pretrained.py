@@ -12,18 +12,12 @@ from PIL import Image as pillow
 import vit_jax
 from tests import reference, tiny
 from tests.networks import HYBRID, RESNET, changed, contents, loaded
-from vit_jax import augreg, convert, predict
+from vit_jax import convert, predict
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import huggingface
-from vit_jax.checkpoints.published import (
-    list_fine_tunings,
-    list_variant,
-    pick_checkpoint,
-    read_index,
-)
 from vit_jax.cli import config_files
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.experiment import training_run
@@ -430,38 +424,6 @@ def test_what_cannot_be_averaged_is_rejected_by_name(tmp_path):
     ):
         with pytest.raises(UserError, match=name):
             average(tmp_path, flag, *models)
-
-
-INDEX = """
-name,ds,epochs,final_val,filename,adapt_ds,adapt_resolution,adapt_filename,adapt_final_val,adapt_final_test
-B/16,i21k,300,0.45,B_16-i21k-a,imagenet2012,384,B_16-i21k-a--x,0.85,0.84
-B/16,i21k,300,0.45,B_16-i21k-a,cifar100,224,B_16-i21k-a--y,0.93,0.92
-B/16,i21k,300,0.47,B_16-i21k-b,imagenet2012,384,B_16-i21k-b--x,0.8,0.8
-B/16,i1k,300,0.81,B_16-i1k-c,,,,,
-R50+L/32,i21k,300,0.5,R50_L_32-i21k-d,,,,,
-"""
-
-
-def test_the_published_rule_picks_the_best_of_imagenet_21k(tmp_path, capsys):
-    path = tmp_path / 'index.csv'
-    path.write_text(INDEX.lstrip())
-    rows = read_index(str(path))
-    assert (
-        pick_checkpoint(rows, 'B/16').filename == 'B_16-i21k-b'
-    )  # not the better one of another data set
-    for name in 'R50+L/32', 'R50+ViT-L_32':
-        assert pick_checkpoint(rows, name).filename == 'R50_L_32-i21k-d'
-    listed = [row.filename for row in list_variant(rows, 'B/16')]
-    assert listed == ['B_16-i1k-c', 'B_16-i21k-b', 'B_16-i21k-a']
-    tuned = [row.adapt_ds for row in list_fine_tunings(rows, 'B_16-i21k-a')]
-    assert tuned == ['cifar100', 'imagenet2012']
-    assert run(augreg, 'B/16', f'--index={path}') == 0
-    assert 'gs://vit_models/augreg/B_16-i21k-b.npz' in capsys.readouterr().out
-    with pytest.raises(UserError, match='B/17'):
-        pick_checkpoint(rows, 'B/17')
-    path.write_text('a,b\n1,2\n')
-    with pytest.raises(UserError, match='index.csv'):
-        read_index(str(path))
 
 
 def test_images_for_the_papers_files_are_prepared_as_the_papers_code_does():

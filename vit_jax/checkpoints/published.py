@@ -11,18 +11,13 @@ if timm converted exactly this file, according to timm's source (1.0.31); timm's
 have other hyperparameters. The copies of vit:...-in21k have no head; the heads in the paper's
 files are all zeros. The address of a copy has a commit if a page of the Hub shows that this commit
 contains the weights.
-
-The index of AugReg ("How to train your ViT?") lists 50,000 more files.
 """
 
 import csv
 import pathlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from vit_jax.base import MissingFile, records, require, usable
-
-AUGREG_FOLDER = 'gs://vit_models/augreg'
+from vit_jax.base import MissingFile, records
 
 
 class Published(NamedTuple):
@@ -49,52 +44,3 @@ def find_published(name: str) -> Published:
     if name not in FILES:
         raise MissingFile(f'unknown name (see `vit_jax augreg`); {records.closest(name, FILES)}')
     return FILES[name]
-
-
-class Row(NamedTuple):
-    """A row of the AugReg index: a pre-trained checkpoint and one fine-tuned version of it.
-
-    The names of the fields are the names of the columns.
-    """
-
-    ds: str  # the data set of pre-training
-    filename: str  # of the pre-trained checkpoint, without `.npz`
-    final_val: float  # its validation accuracy
-    adapt_ds: str  # the data set of fine-tuning; empty if the row has no fine-tuned version
-    adapt_resolution: str
-    adapt_filename: str
-    adapt_final_val: float
-    adapt_final_test: float
-
-
-def read_index(path: str) -> list[Row]:
-    """Reads the AugReg index, a CSV file."""
-    with usable(path, 'the AugReg index, a CSV file'), open(path, newline='') as file:
-        return [_row(values) for values in csv.DictReader(file)]
-
-
-def _row(values: dict[str, str]) -> Row:
-    return Row._make(float(values[n] or 'nan') if 'final_' in n else values[n] for n in Row._fields)
-
-
-def list_variant(rows: Sequence[Row], variant: str) -> list[Row]:
-    """Returns a row for each pre-trained checkpoint of a variant, best accuracy first."""
-    # A file of `R50+L/32`, or `R50+ViT-L_32`, starts with `R50_L_32-`.
-    stem = variant.replace('ViT-', '').replace('/', '_').replace('+', '_')
-    stems = {row.filename.split('-')[0] for row in rows}
-    require(stem in stems, f'no variant {variant!r} in the index; {records.closest(stem, stems)}')
-    chosen = {row.filename: row for row in rows if row.filename.split('-')[0] == stem}
-    return sorted(chosen.values(), key=lambda row: row.final_val, reverse=True)
-
-
-def pick_checkpoint(rows: Sequence[Row], variant: str) -> Row:
-    """Returns the recommended checkpoint: the best one on ImageNet-21k's validation set."""
-    candidates = [row for row in list_variant(rows, variant) if row.ds == 'i21k']
-    # The last of several equal ones, as in the published code.
-    return max(reversed(candidates), key=lambda row: row.final_val)
-
-
-def list_fine_tunings(rows: Sequence[Row], filename: str) -> list[Row]:
-    """Returns the fine-tuned versions of a checkpoint, by data set, then best accuracy first."""
-    chosen = [row for row in rows if row.filename == filename and row.adapt_filename]
-    return sorted(chosen, key=lambda row: (row.adapt_ds, -row.adapt_final_val))

@@ -136,9 +136,7 @@ def main() -> None:
     parser.add_argument('--timm', metavar='PYTHON', help='interpreter that has torch and timm')
     parser.add_argument('--big_vision', metavar='FOLDER', help='clone of big_vision')
     parser.add_argument('--photos', metavar='FOLDER', help='folder of JPEG files')
-    parser.add_argument(
-        '--cifar10', metavar='FOLDER', help='data set, as written by vit_jax.prepare'
-    )
+    parser.add_argument('--cifar10', metavar='FOLDER', help='data set, as written by tfds build')
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     deadline = time.monotonic() + 60 * arguments.minutes

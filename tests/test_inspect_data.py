@@ -3,7 +3,6 @@
 import argparse
 import json
 import shutil
-import sys
 
 import cv2
 import numpy as np
@@ -11,8 +10,7 @@ import pytest
 from PIL import Image
 
 from tests import tiny
-from vit_jax import inspect_data, prepare
-from vit_jax.base import UserError
+from vit_jax import inspect_data
 from vit_jax.data import image_decoding
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.sources.opening import HeldOut
@@ -143,9 +141,3 @@ def test_every_problem_is_listed_in_one_go(photos, tmp_path, monkeypatch):
     assert "'dog'" in problems(data=str(photos), classes=('dog',))[0]
     step = problems(batch_size=1000, total=Duration(epochs=1.0))
     assert any('total.epochs=1.0' in line for line in step)
-
-
-def test_preparing_without_tensorflow_names_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, 'tensorflow', None)
-    with pytest.raises(UserError, match=r'vit_jax\[tf\]'):
-        prepare.main(prepare.make_parser().parse_args(['cifar10']))

@@ -76,7 +76,7 @@ def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
         assert source.name_of(4) == 'tfds:made_here/1.2.0/test[4]'
     for name, split, message in (
         ('tfds:made_here:9.9.9', 'test', '1.2.0'),
-        ('tfds:cifar10', 'train', 'vit_jax.prepare cifar10'),
+        ('tfds:cifar10', 'train', 'tfds build cifar10'),
         ('tfds:made_here', 'val', 'val'),
     ):
         with pytest.raises(UserError, match=message):
@@ -146,32 +146,6 @@ def test_neither_format_imports_tensorflow(prepared):
         cwd=pathlib.Path(__file__).parents[3],
         timeout=120,
     )
-
-
-def test_a_named_set_is_prepared_with_tensorflow_and_read_without(tmp_path):
-    pytest.importorskip('tensorflow')
-    import tensorflow_datasets
-
-    class SetOfThisTest(tensorflow_datasets.core.GeneratorBasedBuilder):
-        VERSION = tensorflow_datasets.core.Version('1.0.0')
-
-        def _info(self):
-            kinds = tensorflow_datasets.features
-            features = {'image': kinds.Image(), 'label': kinds.ClassLabel(names=CLASSES)}
-            return self.dataset_info_from_configs(features=kinds.FeaturesDict(features))
-
-        def _split_generators(self, manager):
-            return {'train': self._generate_examples()}
-
-        def _generate_examples(self):
-            for i, image in enumerate(ENCODED[:5]):
-                yield i, {'image': cv2.imdecode(np.frombuffer(image, np.uint8), 1), 'label': i % 3}
-
-    root = tfds.download_and_prepare('set_of_this_test', str(tmp_path))
-    source = opening.make_opener()(root, 'train')
-    assert len(source) == 5 and sorted(source.labels.tolist()) == [0, 0, 1, 1, 2]
-    with pytest.raises(ValueError, match='no_such_set'):
-        tfds.download_and_prepare('no_such_set', str(tmp_path))
 
 
 def test_the_column_of_labels_can_be_chosen_and_images_without_one_are_left_out(tmp_path, caplog):

@@ -118,7 +118,7 @@ def test_another_version_of_a_set_is_said_and_the_benchmarks_is_preferred(tmp_pa
 def test_what_is_not_there_is_named_with_what_prepares_it(opened):
     for data, labels, name in (
         ('vtab:pet', None, 'pets'),
-        ('vtab:eurosat', None, 'vit_jax.prepare eurosat/rgb'),
+        ('vtab:eurosat', None, 'tfds build eurosat/rgb'),
         ('vtab:dtd', 'label', 'vtab:dtd'),
     ):
         with pytest.raises(UserError, match=name):

@@ -52,7 +52,7 @@ def find_prepared(full_name: str) -> str:
         return str(max(folders, key=lambda path: version_of(path.name)))
     others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
     existing = f'found {", ".join(others)}; ' if others else ''
-    remedy = f'{existing}prepare it with python -m vit_jax.prepare {name}'
+    remedy = f"{existing}prepare it with pip install 'vit_jax[tf]' and tfds build {name}"
     raise UserError(f'tfds:{full_name}: not in {data_dir()}; {remedy}')
 
 
@@ -230,19 +230,3 @@ def masked_crc(data: bytes) -> int:
     """Returns the checksum of the TFRecord format: CRC-32C, rotated, plus a constant."""
     crc = int(google_crc32c.value(data))
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def download_and_prepare(name: str, folder: str | None) -> str:
-    """Downloads a data set, prepares it as ArrayRecord with TensorFlow, and returns its folder."""
-    library = _import_tfds()
-    try:
-        import tensorflow as tf
-    except ImportError as error:
-        raise UserError("preparing needs TensorFlow; run pip install 'vit_jax[tf]'") from error
-    tf.config.set_visible_devices([], 'GPU')
-    try:
-        builder = library.builder(name, data_dir=folder, file_format='array_record')
-    except library.core.registered.DatasetNotFoundError as error:
-        raise UserError(f'tfds:{name}: unknown data set ({str(error).splitlines()[0]})') from error
-    builder.download_and_prepare(file_format='array_record')
-    return str(builder.data_dir)

@@ -4,11 +4,11 @@ Each set is in its own folder below one root, as its authors distribute it. The 
 of ILSVRC 2012, which the model must have.
 """
 
+import csv
 import dataclasses
-import functools
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, require, usable
@@ -32,38 +32,37 @@ from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import Watch
 from vit_jax.pretrained import LoadedModel
 
-# Mean error of AlexNet over the five severities of each corruption, from the code of ImageNet-C
-# (Hendrycks and Dietterich 2019).
-ALEXNET_ERRORS = {
-    'gaussian_noise': 0.886428,
-    'shot_noise': 0.894468,
-    'impulse_noise': 0.922640,
-    'defocus_blur': 0.819880,
-    'glass_blur': 0.826268,
-    'motion_blur': 0.785948,
-    'zoom_blur': 0.798360,
-    'snow': 0.866816,
-    'frost': 0.826572,
-    'fog': 0.819324,
-    'brightness': 0.564592,
-    'contrast': 0.853204,
-    'elastic_transform': 0.646056,
-    'pixelate': 0.717840,
-    'jpeg_compression': 0.606500,
-}
 _BORDER = 2  # width of the red frame around the photos of ObjectNet, in pixels
-_BERKELEY = 'https://people.eecs.berkeley.edu/~hendrycks'
-_HUB = 'https://huggingface.co/datasets'
 
 
 class TestSet(NamedTuple):
-    """A test set. `open` takes the root folder, and returns images with WordNet ids as classes."""
+    """A test set: a line of imagenet_suite.csv. c/NAME is a corruption of ImageNet-C."""
 
     name: str
+    only_data_classes: bool  # whether only classes of the set are predicted
+    alexnet_error: float | None  # mean error of AlexNet over the severities, from ImageNet-C's code
     command: str  # gets the set; to be run in the root folder
-    open: Callable[[pathlib.Path], Source]
-    only_data_classes: bool = False  # whether only classes of the set are predicted
-    is_cropped: bool = False  # whether images are cropped already, so that they are only resized
+
+    def open(self, root: pathlib.Path) -> Source:
+        """Opens the set, whose classes are WordNet ids. Raises MissingFile if it is missing."""
+        if self.name in _OPENERS:
+            return _OPENERS[self.name](root)
+        if self.alexnet_error is None:
+            return _open_folder(_FOLDERS[self.name], root)
+        return join([_open_folder(f'imagenet-{self.name}/{level}', root) for level in range(1, 6)])
+
+
+def _read_table() -> tuple[TestSet, ...]:
+    with pathlib.Path(__file__).with_suffix('.csv').open(newline='') as file:
+        return tuple(
+            TestSet(
+                row['name'],
+                bool(row['only_data_classes']),
+                float(row['alexnet_error']) if row['alexnet_error'] else None,
+                row['command'],
+            )
+            for row in csv.DictReader(file)
+        )
 
 
 def check_model(loaded: LoadedModel) -> None:
@@ -107,7 +106,7 @@ def evaluate(
     """
     source = renumber_classes(test_set.open(root), loaded.class_names or imagenet_classes.ids())
     reader = head.make_model_reader(loaded, source, **options)
-    if test_set.is_cropped:
+    if test_set.alexnet_error is not None:  # the images of ImageNet-C are cropped already
         crop = loaded.preprocessing.crop
         method = crop.resize if isinstance(crop, Resize | CentralCrop) else 'bilinear'
         reader = dataclasses.replace(reader, crop=Resize(resize=method))
@@ -125,11 +124,10 @@ def evaluate(
 
 def mean_corruption_error(means: Mapping[str, Mapping[str, float]]) -> float | None:
     """Computes the mCE of ImageNet-C from the means of each test set; None if some are missing."""
-    names = {f'c/{name}': error for name, error in ALEXNET_ERRORS.items()}
-    if not names.keys() <= means.keys():
+    errors = {one.name: one.alexnet_error for one in TEST_SETS if one.alexnet_error}
+    if not errors.keys() <= means.keys():
         return None
-    ratios = [(1 - means[name]['accuracy']) / error for name, error in names.items()]
-    return sum(ratios) / len(ratios)
+    return sum((1 - means[n]['accuracy']) / error for n, error in errors.items()) / len(errors)
 
 
 def _open_val(root: pathlib.Path) -> Source:
@@ -185,48 +183,6 @@ def _read_without_border(path: str) -> EncodedImage:
     return image[_BORDER:-_BORDER, _BORDER:-_BORDER]
 
 
-def _open_corruption(name: str, root: pathlib.Path) -> Source:
-    """Opens a corruption of ImageNet-C at all severities."""
-    return join([_open_folder(f'imagenet-c/{name}/{level}', root) for level in range(1, 6)])
-
-
-_REAL = 'https://raw.githubusercontent.com/google-research/reassessed-imagenet/master/real.json'
-_V2 = 'vaishaal/ImageNetV2/resolve/main/imagenetv2-matched-frequency.tar.gz'
-_SKETCH = 'songweig/imagenet_sketch/resolve/main/data/ImageNet-Sketch.zip'
-_OBJECTNET = 'https://objectnet.dev/downloads/objectnet-1.0.zip'
-_C = 'https://zenodo.org/records/2235448/files'
-_GET_C = f'mkdir -p imagenet-c; for f in noise blur weather digital; do curl -L {_C}/$f.tar | '
-_GET_C += 'tar x -C imagenet-c; done'
-_GET_VAL = 'download ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz from image-net.org'
-TEST_SETS = (
-    TestSet('val', _GET_VAL, _open_val),
-    TestSet('real', f'curl -LO {_REAL}', _open_real),
-    TestSet('v2', f'curl -L {_HUB}/{_V2} | tar xz', _open_v2),
-    TestSet(
-        'a',
-        f'curl -L {_BERKELEY}/imagenet-a.tar | tar x',
-        functools.partial(_open_folder, 'imagenet-a'),
-        only_data_classes=True,
-    ),
-    TestSet(
-        'r',
-        f'curl -L {_BERKELEY}/imagenet-r.tar | tar x',
-        functools.partial(_open_folder, 'imagenet-r'),
-        only_data_classes=True,
-    ),
-    TestSet(
-        'sketch',
-        f'curl -LO {_HUB}/{_SKETCH} && unzip ImageNet-Sketch.zip',
-        functools.partial(_open_folder, 'sketch'),
-    ),
-    TestSet(
-        'objectnet',
-        f'curl -LO {_OBJECTNET} && unzip -P objectnetisatestset objectnet-1.0.zip',
-        _open_objectnet,
-        only_data_classes=True,
-    ),
-    *(
-        TestSet(f'c/{name}', _GET_C, functools.partial(_open_corruption, name), is_cropped=True)
-        for name in ALEXNET_ERRORS
-    ),
-)
+_FOLDERS = {'a': 'imagenet-a', 'r': 'imagenet-r', 'sketch': 'sketch'}
+_OPENERS = {'val': _open_val, 'real': _open_real, 'v2': _open_v2, 'objectnet': _open_objectnet}
+TEST_SETS = _read_table()

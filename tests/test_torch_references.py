@@ -155,6 +155,23 @@ def test_all_keys_that_timm_writes_are_known(tmp_path):
     assert vit_jax.load(tmp_path, num_heads=3).config.depth == 1
 
 
+def test_query_and_key_norms_of_timm_are_read_and_written(tmp_path):
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = timm.create_model('vit_tiny_patch16_224', depth=2, num_classes=5, qk_norm=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    timm.models.save_for_hf(model, tmp_path, model_args={'qk_norm': True}, safe_serialization=True)
+    network = vit_jax.load(tmp_path, num_heads=3)
+    assert network.config.qk_norm
+    np.testing.assert_allclose(network.logits(IMAGES), torch_logits(model), rtol=0, atol=2e-5)
+    vit_jax.save(network, tmp_path / 'again.safetensors')
+    again = load_file(tmp_path / 'again.safetensors')
+    assert all(torch.equal(again[key], array) for key, array in model.state_dict().items())
+
+
 @pytest.mark.full
 @pytest.mark.parametrize('name', sorted({n.partition('.')[0] for n in reference.timm_names()}))
 def test_one_block_of_what_timm_publishes_computes_the_same(name, tmp_path):

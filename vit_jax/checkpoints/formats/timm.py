@@ -34,10 +34,13 @@ _GELUS: dict[str, Gelu | None] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_g
 _GELUS |= {'silu': None}
 _POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
 # Fields of `ViTConfig` that have only this value in timm.
-_FIXED = {'parallel': False, 'qk_norm': False, 'norm': 'layer', 'qkv_bias': True}
+_FIXED = {'parallel': False, 'norm': 'layer', 'qkv_bias': True}
 _FIXED |= {'positions_at': 'stem'}
 # Fields of `ViTConfig` that the arrays do not show.
-_OPTIONS = 'gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'
+_OPTIONS = (
+    *('gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'),
+    'qk_norm',
+)
 # Keys of the preprocessing, in `pretrained_cfg` or, in older files, at the top level; and timm's
 # defaults.
 _IMAGES = {'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}
@@ -45,7 +48,7 @@ _DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 
 # Arguments that are not needed: dropout, initialization, and parts that the arrays show.
 _NO_EFFECT = (
     r'(.*_)?drop(_path)?_rate|weight_init|fix_init|init_values|dynamic_img_size|patch_size|in_chans'
-    r'|embed_dim|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
+    r'|embed_dim|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm|qk_norm'
 )
 # Keys outside of the arguments that are not needed.
 _METADATA = (
@@ -145,6 +148,8 @@ def make_rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
         *module(f'{block}.norm1', f'{ours}/norm1'),
         *module(f'{block}.norm2', f'{ours}/norm2'),
         *qkv,
+        *module(f'{block}.attn.q_norm', f'{ours}/attention/query_norm'),
+        *module(f'{block}.attn.k_norm', f'{ours}/attention/key_norm'),
         *module(f'{block}.attn.proj', f'{ours}/attention/out'),
         NameRule(f'{block}.{scale.format(1)}', (f'{ours}/attention_scale',)),
         NameRule(f'{block}.{scale.format(2)}', (f'{ours}/mlp_scale',)),
@@ -285,6 +290,7 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
         'class_tokens': 1 if 'cls_token' in arrays and pool not in ('cls', 'cls_dist') else None,
         'final_norm': 'after_pool' if 'fc_norm.weight' in arrays else 'before_pool',
         'position_resize': resize,
+        'qk_norm': 'blocks.0.attn.q_norm.weight' in arrays,
     }
     stated = {name: getattr(described, name) for name in ('depth', 'num_heads', 'num_classes')}
     options |= {name: value or None for name, value in stated.items() if value is not None}

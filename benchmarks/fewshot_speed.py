@@ -26,7 +26,7 @@ from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labeled
 
 CLASSES, WIDTH, POOL, TESTED, L2 = 1000, 768, 10_000, 50_000, 1024.0
-L2_BY_SOLVER: dict[str, ridge.L2Strengths] = {
+L2_BY_SOLVER: dict[str, float] = {
     'ours': L2,
     'ours, best of five l2': tuple(L2 * 4**i for i in range(-2, 3)),
 }

@@ -53,7 +53,7 @@ def evaluate(
     class_names: Sequence[str],
     config: EpisodesConfig,
     *,
-    l2: ridge.L2Strengths = ridge.L2,
+    l2: float = ridge.L2,
 ) -> dict[int, EpisodeResults]:
     """Computes the test accuracy of few-shot classifiers in randomly drawn episodes.
 
@@ -61,7 +61,7 @@ def evaluate(
       images: Images to draw from.
       class_names: Names of all classes.
       config: Classes, images and classifier of an episode.
-      l2: Regularization of the classifier `ridge`, or several values to choose from.
+      l2: Regularization of the classifier `ridge`.
 
     Returns:
       Results by number of shots.

@@ -35,9 +35,8 @@ class ProbeSet(records.Record):
 class FewshotConfig(records.Record):
     """Evaluation of frozen features: few-shot linear probe, and other probes.
 
-    kNN and logistic regression use all training images, episodes use test images only. If `l2` has
-    several values, each draw uses the one with the smallest generalized cross-validation error.
-    `l2` also applies to episodes with the classifier `ridge`. Only the program `fewshot` uses
+    kNN and logistic regression use all training images, episodes use test images only. `l2` also
+    applies to episodes with the classifier `ridge`. Only the program `fewshot` uses
     `feature_cache`.
     """
 
@@ -45,7 +44,7 @@ class FewshotConfig(records.Record):
     crop: Crop | None = None  # crop of images; None: as in preprocessing
     shots: tuple[int, ...] = (1, 5, 10, 25)  # numbers of training images per class
     seeds: tuple[int, ...] = (0, 1, 2)  # seeds of the draws; accuracy is the mean over seeds
-    l2: float | tuple[float, ...] = ridge.L2  # regularization, or several values to choose from
+    l2: float = ridge.L2  # regularization
     neighbors: int | None = None  # k of kNN; None: no kNN
     logistic: LogisticConfig | None = None  # logistic regression; None: no logistic regression
     episodes: EpisodesConfig | None = None  # episodic evaluation; None: no episodes
@@ -55,7 +54,6 @@ class FewshotConfig(records.Record):
     def check(self) -> None:
         records.require_between(self, 'shots', 'neighbors', 'every_steps', low=1)
         records.require_between(self, 'seeds', low=0)
-        require(self.l2 != (), 'l2=(): expected one or more numbers')
         records.require_between(self, 'l2', above=0)
         for name, values in {'shots': self.shots, 'seeds': self.seeds}.items():
             distinct = len({*values}) == len(values) > 0
@@ -252,12 +250,11 @@ def _evaluate_few_shot(
         'classes': len(train.class_names),
         'shots': shots,
         'seeds': [*config.seeds],
-        'l2': np.asarray(config.l2).tolist(),
+        'l2': config.l2,
         'bias': ridge.BIAS,
         'mean': {k: float(np.mean(accuracies)) for k, accuracies in by_shots.items()},
         'deviation': {k: float(np.std(accuracies)) for k, accuracies in by_shots.items()},
         'accuracy': by_draw(result.accuracies),
-        'l2_chosen': by_draw(result.l2),
         'train_images': by_draw({d: train.read_names(i.tolist()) for d, i in result.draws.items()}),
     }
 

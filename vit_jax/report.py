@@ -23,7 +23,6 @@ from vit_jax.studies import history, planned_runs, results
 from vit_jax.studies.history import History
 
 _DASHES = '-', '--', '-.', (0, (6, 1.5, 1, 1.5, 1, 1.5))
-_MAX_EVENTS = 100
 _CURVES_TEXT = (
     'Dotted: mean over augmented training images since the last report. Other lines: evaluations.'
 )
@@ -43,7 +42,7 @@ _CURVES: tuple[tuple[str, str, Scale, str], ...] = (
 _SELECTED = (
     ' The value of the best step is a validation number, because it selected the checkpoint.'
 )
-_SKIPPED = 'Updates with a loss or gradient that is not finite are skipped.'
+_SKIPPED = 'Updates with a loss or gradient that is not finite; metrics.jsonl lists them.'
 _TIME = 'Wall time, summed over all starts of a run.'
 
 
@@ -131,16 +130,9 @@ def _curves(runs: Sequence[History]) -> list[Section]:
 
 
 def _skipped(runs: Sequence[History]) -> Section:
-    columns = 'loss', 'gradient_norm'
-    rows = [
-        [run.name, f'{line["step"]:,}', *(str(line.get(c, '')) for c in columns)]
-        for run in runs
-        for line in run.lines
-        if line['kind'] == 'skipped'
-    ]
-    table = Table(['run', 'step', *columns], rows[:_MAX_EVENTS]) if rows else None
-    text = f'{_SKIPPED} Total: {len(rows):,}; the table lists at most {_MAX_EVENTS}.'
-    return Section('Skipped steps', text, table=table)
+    counts = {run.name: sum(line['kind'] == 'skipped' for line in run.lines) for run in runs}
+    text = ', '.join(f'{name}: {count:,}' for name, count in counts.items())
+    return Section('Skipped steps', f'{_SKIPPED} {text}.')
 
 
 def _time(runs: Sequence[History]) -> Section:

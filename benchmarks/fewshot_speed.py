@@ -4,7 +4,6 @@
 
 The data has 1,000 classes, 10,000 training images, 50,000 test images and 768 features; one core is
 used. FOLDER is a clone of big_vision, whose solver (evaluators/fewshot_lsr.py) is measured too.
-`ours, best of five l2` also selects the l2 penalty.
 """
 
 import argparse
@@ -26,10 +25,6 @@ from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labeled
 
 CLASSES, WIDTH, POOL, TESTED, L2 = 1000, 768, 10_000, 50_000, 1024.0
-L2_BY_SOLVER: dict[str, float] = {
-    'ours': L2,
-    'ours, best of five l2': tuple(L2 * 4**i for i in range(-2, 3)),
-}
 
 
 def make_features(count: int, seed: int) -> Labeled:
@@ -64,18 +59,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('--big_vision', metavar='FOLDER', help='clone of big_vision')
-    parser.add_argument('--solver', choices=[*L2_BY_SOLVER, 'big_vision'], help=argparse.SUPPRESS)
+    parser.add_argument('--solver', choices=['ours', 'big_vision'], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.solver is None:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # child processes inherit this
-        for solver in [*L2_BY_SOLVER, *(['big_vision'] if arguments.big_vision else [])]:
+        for solver in ['ours', *(['big_vision'] if arguments.big_vision else [])]:
             command = [sys.executable, '-m', 'benchmarks.fewshot_speed', *sys.argv[1:]]
             subprocess.run([*command, f'--solver={solver}'], check=True)
         return
     jax.config.update('jax_platforms', 'cpu')
-    if arguments.solver in L2_BY_SOLVER:
-        solve: Any = functools.partial(ridge.accuracy, l2=L2_BY_SOLVER[arguments.solver])
-    else:
+    solve: Any = functools.partial(ridge.accuracy, l2=L2)
+    if arguments.solver == 'big_vision':
         solve = load_big_vision_solver(arguments.big_vision)
     pool, test = make_features(POOL, 1), make_features(TESTED, 2)
     before = peak_megabytes()

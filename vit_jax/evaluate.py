@@ -254,7 +254,6 @@ def _write_mistakes(folder: pathlib.Path, report: HeadReport, source: Source) ->
 
 def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     """Prints a line per test set, and how to get the missing ones; writes suite.json."""
-    imagenet_suite.check_model(loaded)
     unreadable, missing = list[str](), dict[str, str]()
     found = dict[str, dict[str, float]]()
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}

@@ -148,9 +148,14 @@ def test_missing_sets_are_named_and_other_models_rejected(network, tmp_path):
         with pytest.raises(MissingFile, match=str(tmp_path)):
             one.open(tmp_path)
         assert any(word in one.command for word in ('curl', 'download')), name
-    imagenet_suite.check_model(network)
-    imagenet_suite.check_model(loaded(tiny.model(num_classes=1000), class_names=IDS))
-    for model in tiny.model(), tiny.model(num_classes=1000):
-        names = tuple(f'x{i}' for i in range(model.num_classes))
-        with pytest.raises(UserError, match=r"ImageNet's 1,000"):
-            imagenet_suite.check_model(loaded(model, class_names=names))
+    write_image(tmp_path / 'sketch' / IDS[7] / 'x.png', 0)
+    for names in IDS, ():  # ImageNet's classes by their ids, or in their order
+        model = dataclasses.replace(
+            network, card=dataclasses.replace(network.card, class_names=names)
+        )
+        found = imagenet_suite.evaluate(SETS['sketch'], model, tmp_path, batch_size=8)
+        assert found['images'] == 1
+    for names, wrong in (('a', 'b'), 'no class in common'), ((), "ImageNet's 1,000"):
+        other = loaded(tiny.model(num_classes=2), class_names=names)
+        with pytest.raises(UserError, match=wrong):
+            imagenet_suite.evaluate(SETS['sketch'], other, tmp_path, batch_size=8)

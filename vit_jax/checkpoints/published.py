@@ -28,15 +28,11 @@ class Published(NamedTuple):
     copy: str | None = None  # a Hub repository with the same model; its digest is unknown
 
 
-def _read_files() -> dict[str, Published]:
-    with pathlib.Path(__file__).with_suffix('.csv').open(newline='') as file:
-        return {
-            row['name']: Published(row['address'], int(row['mebibytes']), row['copy'] or None)
-            for row in csv.DictReader(file)
-        }
-
-
-FILES = _read_files()  # by name
+_TABLE = pathlib.Path(__file__).with_suffix('.csv').read_text().splitlines()
+FILES = {  # by name
+    row['name']: Published(row['address'], int(row['mebibytes']), row['copy'] or None)
+    for row in csv.DictReader(_TABLE)
+}
 
 
 def find_published(name: str) -> Published:

@@ -8,7 +8,7 @@ import csv
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, require, usable
@@ -52,32 +52,6 @@ class TestSet(NamedTuple):
         return join([_open_folder(f'imagenet-{self.name}/{level}', root) for level in range(1, 6)])
 
 
-def _read_table() -> tuple[TestSet, ...]:
-    with pathlib.Path(__file__).with_suffix('.csv').open(newline='') as file:
-        return tuple(
-            TestSet(
-                row['name'],
-                bool(row['only_data_classes']),
-                float(row['alexnet_error']) if row['alexnet_error'] else None,
-                row['command'],
-            )
-            for row in csv.DictReader(file)
-        )
-
-
-def check_model(loaded: LoadedModel) -> None:
-    """Raises UserError unless the model classifies ImageNet's 1,000 classes."""
-    names, count = loaded.class_names, loaded.config.num_classes
-    fits = count == 1000 and (not names or imagenet_classes.match(names) or _are_ids(names))
-    classes = f'{names[0]!r}, ...' if names else 'without names'
-    wrong = f'--suite=imagenet: the checkpoint has {count} classes ({classes})'
-    require(fits, f"{wrong}; expected ImageNet's 1,000 classes")
-
-
-def _are_ids(names: Sequence[str]) -> bool:
-    return {*names} == {*imagenet_classes.ids()}
-
-
 def evaluate(
     test_set: TestSet,
     loaded: LoadedModel,
@@ -91,7 +65,7 @@ def evaluate(
 
     Args:
       test_set: The test set.
-      loaded: A classifier of ImageNet's classes (see `check_model`).
+      loaded: A classifier of ImageNet's classes.
       root: The folder that contains the folder of the test set.
       batch_size: Images per batch.
       watch: Wraps the iterator of batches, for example to show progress.
@@ -102,9 +76,13 @@ def evaluate(
 
     Raises:
       MissingFile: If the test set is missing.
-      UserError: If its files are damaged.
+      UserError: If its files are damaged, or the model has other classes.
     """
-    source = renumber_classes(test_set.open(root), loaded.class_names or imagenet_classes.ids())
+    names = loaded.class_names or imagenet_classes.ids()
+    wrong = f'the checkpoint has {loaded.config.num_classes} outputs without names of classes'
+    fits = len(names) == loaded.config.num_classes
+    require(fits, f"{wrong}; expected ImageNet's 1,000 classes")
+    source = renumber_classes(test_set.open(root), names)
     reader = head.make_model_reader(loaded, source, **options)
     if test_set.alexnet_error is not None:  # the images of ImageNet-C are cropped already
         crop = loaded.preprocessing.crop
@@ -185,4 +163,13 @@ def _read_without_border(path: str) -> EncodedImage:
 
 _FOLDERS = {'a': 'imagenet-a', 'r': 'imagenet-r', 'sketch': 'sketch'}
 _OPENERS = {'val': _open_val, 'real': _open_real, 'v2': _open_v2, 'objectnet': _open_objectnet}
-TEST_SETS = _read_table()
+_TABLE = pathlib.Path(__file__).with_suffix('.csv').read_text().splitlines()
+TEST_SETS = tuple(
+    TestSet(
+        row['name'],
+        bool(row['only_data_classes']),
+        float(row['alexnet_error']) if row['alexnet_error'] else None,
+        row['command'],
+    )
+    for row in csv.DictReader(_TABLE)
+)

@@ -386,6 +386,13 @@ def apply_heads(
     return [head.apply({'params': own}, half) for own, half in parts]
 
 
+def apply_final_norm(config: ViTConfig, params: Params, tokens: Tokens) -> Tokens:
+    """Applies the final norm of a model to the tokens of any block, in float32."""
+    kind = nn.RMSNorm if config.norm == 'rms' else nn.LayerNorm
+    place = params if config.final_norm == 'after_pool' else params['encoder']
+    return kind(epsilon=config.layer_norm_epsilon).apply({'params': place['norm']}, tokens)
+
+
 class ViT(ViTModule):
     """Vision Transformer from images to logits, features (the head's input) or patch outputs.
 

@@ -32,7 +32,7 @@ def get_config() -> TrainConfig:
                 'imagenet': ProbeSet(train_split='train[:65000]', test_split='validation'),
             },
             crop=CentralCrop(scale=256 / 224, keep_aspect=False),
-            neighbors=20,
+            neighbors=(20,),
             logistic=LogisticConfig(),
         ),
         batch_size=256,

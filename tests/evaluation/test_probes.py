@@ -15,21 +15,25 @@ X, Y = (3 * X + np.arange(12)).astype(np.float32), 2 * Y + 1  # neither standard
 TRAIN, TEST = Labeled(X[:600], Y[:600]), Labeled(X[600:], Y[600:])
 
 
-@pytest.mark.parametrize('neighbors', [1, 7, 20])
-def test_neighbors_vote_as_scikit_learns_do(neighbors):
-    reference = KNeighborsClassifier(
-        neighbors, metric='cosine', weights=lambda far: np.exp(-far / probes.TEMPERATURE)
-    ).fit(*TRAIN)
-    found = probes.evaluate_knn(TRAIN, TEST, neighbors=neighbors)
-    assert found == reference.score(*TEST) and 0.5 < found < 1
+def test_neighbors_vote_as_scikit_learns_do():
+    counts = 20, 1, 7
+    found = probes.evaluate_knn(TRAIN, TEST, neighbors=counts)
+    for neighbors in counts:
+        reference = KNeighborsClassifier(
+            neighbors, metric='cosine', weights=lambda far: np.exp(-far / probes.TEMPERATURE)
+        ).fit(*TRAIN)
+        assert found[neighbors] == reference.score(*TEST) and 0.5 < found[neighbors] < 1
+        alone = probes.evaluate_knn(TRAIN, TEST, neighbors=(neighbors,))
+        assert alone == {neighbors: found[neighbors]}
+    assert len({*found.values()}) == 3
 
 
 def test_an_image_is_its_own_neighbor_at_any_length():
     longer = TRAIN._replace(features=5 * TRAIN.features)
-    assert probes.evaluate_knn(TRAIN, longer, neighbors=1) == 1.0
+    assert probes.evaluate_knn(TRAIN, longer, neighbors=(1,)) == {1: 1.0}
     for neighbors in 0, 601:
-        with pytest.raises(UserError, match=f'neighbors={neighbors}'):
-            probes.evaluate_knn(TRAIN, TEST, neighbors=neighbors)
+        with pytest.raises(UserError, match=rf'neighbors=\(1, {neighbors}\)'):
+            probes.evaluate_knn(TRAIN, TEST, neighbors=(1, neighbors))
 
 
 def test_logistic_weights_are_scikit_learns():

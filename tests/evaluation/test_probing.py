@@ -15,6 +15,7 @@ from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.evaluation import features, probing
 from vit_jax.evaluation.episodes import EpisodesConfig
+from vit_jax.evaluation.linear_probe import LinearProbeConfig
 from vit_jax.evaluation.probes import LogisticConfig
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 from vit_jax.experiment import probing_run
@@ -53,17 +54,24 @@ def test_every_set_has_its_result_and_one_that_is_missing_is_named(tmp_path, cap
     vit_jax.save(networks.loaded(tiny.model()), tmp_path / 'x.npz')
     config = tiny.experiment(model=None, total=None, start_from=str(tmp_path / 'x.npz'))
     config.fewshot = FewshotConfig(
-        sets=sets, shots=(2,), neighbors=5, logistic=LOGISTIC, episodes=EPISODES
+        sets=sets,
+        shots=(2,),
+        neighbors=(5, 10),
+        logistic=LOGISTIC,
+        linear_probe=LinearProbeConfig(blocks=(1, 3), steps=5, batch_size=16),
+        episodes=EPISODES,
     )
     result, path = probing_run.probe(config, str(tmp_path / 'run'))
     assert json.loads(path.read_text()) == json.loads(json.dumps(result))
     assert result['sets']['first']['test_images'] == 50
     assert result['missing'].keys() == {'gone'} and caplog.text.count('gone') == 1
-    kinds = '2_shot', '5_way_1_shot', 'knn', 'logistic'
+    kinds = '2_shot', '5_way_1_shot', 'knn_5', 'knn_10', 'logistic', 'linear_probe'
     numbers = probing.name_accuracies(result)
     assert {*numbers} == {f'{name}/{k}_accuracy' for name in ('first', 'second') for k in kinds}
-    nearest = result['sets']['first']['knn']
-    assert numbers['first/knn_accuracy'] == nearest['accuracy']
+    first = result['sets']['first']
+    assert numbers['first/knn_5_accuracy'] == first['knn']['accuracy'][5]
+    assert first['linear_probe']['validation_images'] == 30
+    assert f'({first["linear_probe"]["chosen"]})' in probing.summarize(result)
     assert ', 5-way 1-shot ' in probing.summarize(result)
     config.fewshot.sets = {'gone': sets['gone']}
     with pytest.raises(FileNotFoundError, match='/no/where'):
@@ -78,10 +86,14 @@ def test_shots_that_a_class_does_not_have_are_left_out_and_named():
     result = evaluate(source, shots=(1, 9, 10, 25), l2=64.0)
     found = result['sets']['data']
     assert list(found['mean']) == ['1', '9'] and found['l2'] == 64
-    assert re.search("'few' .* 9 .* 10-shot, 25-shot", probing.summarize(result))
+    assert re.search("'few' .* 9 .* 10-shot is skipped, 25-shot is", probing.summarize(result))
     assert {*probing.name_accuracies(result)} == {'1_shot_accuracy', '9_shot_accuracy'}
     (found,) = evaluate(source, shots=(12, 10))['sets'].values()
     assert [*found['mean']] == ['10'] and '10-shot' in found['notes'][0]
+    (found,) = evaluate(source, neighbors=(4, 21, 22), shots=(1,))['sets'].values()
+    assert [*found['knn']['accuracy']] == [4, 21] and 'knn 22 is skipped' in found['notes'][0]
+    with pytest.raises(UserError, match='neighbors'):
+        evaluate(source, neighbors=(22, 23), shots=(1,))
 
 
 RNG = np.random.default_rng(0)
@@ -113,7 +125,7 @@ def test_images_that_cannot_be_read_are_left_out_of_all_probes():
         features[np.isin(indices, broken) & (len(reader.source) == 60)] = np.nan
         return features
 
-    options = {'neighbors': 5, 'logistic': LOGISTIC, 'shots': (1000,)}
+    options = {'neighbors': (5,), 'logistic': LOGISTIC, 'shots': (1000,)}
     (found,) = evaluate(source, features_of, **options)['sets'].values()
     (expected,) = evaluate(rest, **options)['sets'].values()
     for part in 'test_images', 'knn', 'logistic', 'mean':

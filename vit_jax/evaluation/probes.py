@@ -94,28 +94,30 @@ class LogisticState(NamedTuple):
     max_gradient: Float[Array, '']  # largest absolute entry of the gradient of the mean loss
 
 
-def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: int) -> float:
-    """Computes the test accuracy of kNN with cosine similarity.
+def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: tuple[int, ...]) -> dict[int, float]:
+    """Computes the test accuracy of kNN with cosine similarity, for each number of neighbors.
 
-    Neighbors vote with weight exp(similarity / 0.07).
+    Neighbors vote with weight exp(similarity / 0.07). The nearest images are found once.
 
     Raises:
-      UserError: If there are fewer training images than `neighbors`.
+      UserError: If there are fewer training images than one of `neighbors`.
     """
-    wrong = f'neighbors={neighbors}: expected 1 to {len(train.labels)} (number of training images)'
-    records.require(1 <= neighbors <= len(train.labels), wrong)
+    wrong = f'neighbors={neighbors}: expected 1 to {len(train.labels)} (training images)'
+    records.require(all(1 <= k <= len(train.labels) for k in neighbors), wrong)
     classes, labels = np.unique(train.labels, return_inverse=True)
-    training = jnp.asarray(_unit(train.features))
+    training, counts = jnp.asarray(_unit(train.features)), np.array(neighbors)
+    is_neighbor = np.arange(counts.max()) < counts[:, None]
 
-    def vote(features: Float[Array, 'd']) -> Int[Array, '']:
+    def vote(features: Float[Array, 'd']) -> Int[Array, 'q']:
         similarity = jnp.matmul(training, features, precision='highest')
-        near, index = jax.lax.top_k(similarity, neighbors)
+        near, index = jax.lax.top_k(similarity, counts.max())
         votes = jax.nn.one_hot(jnp.asarray(labels)[index], len(classes))
-        return jnp.matmul(jnp.exp((near - 1) / TEMPERATURE), votes).argmax()
+        return jnp.matmul(jnp.exp((near - 1) / TEMPERATURE) * is_neighbor, votes).argmax(axis=-1)
 
     votes_of = jax.jit(functools.partial(jax.lax.map, vote, batch_size=_CHUNK))
     predicted = classes[np.asarray(votes_of(_unit(test.features)))]
-    return float((predicted == test.labels).mean())
+    accuracies = (predicted == test.labels[:, None]).mean(axis=0)
+    return dict(zip(neighbors, accuracies.tolist(), strict=True))
 
 
 def fit_best_logistic(train: Labeled, config: LogisticConfig) -> tuple[Classifier, LogisticState]:

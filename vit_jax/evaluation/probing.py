@@ -17,6 +17,7 @@ from vit_jax.data.sources.opening import Opener
 from vit_jax.evaluation import episodes, probes, ridge
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.features import FeatureFn
+from vit_jax.evaluation.linear_probe import LinearProbeConfig
 from vit_jax.evaluation.probes import Labeled, LogisticConfig
 from vit_jax.models import ModelConfig
 from vit_jax.training.duration import Interval
@@ -36,8 +37,8 @@ class FewshotConfig(records.Record):
     """Evaluation of frozen features: few-shot linear probe, and other probes.
 
     kNN and logistic regression use all training images, episodes use test images only. `l2` also
-    applies to episodes with the classifier `ridge`. Only the program `fewshot` uses
-    `feature_cache`.
+    applies to episodes with the classifier `ridge`. Only the program `fewshot` uses `linear_probe`
+    and `feature_cache`.
     """
 
     sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)  # empty: experiment's data
@@ -45,8 +46,9 @@ class FewshotConfig(records.Record):
     shots: tuple[int, ...] = (1, 5, 10, 25)  # numbers of training images per class
     seeds: tuple[int, ...] = (0, 1, 2)  # seeds of the draws; accuracy is the mean over seeds
     l2: float = ridge.L2  # regularization
-    neighbors: int | None = None  # k of kNN; None: no kNN
+    neighbors: tuple[int, ...] = ()  # numbers of neighbors of kNN; empty: no kNN
     logistic: LogisticConfig | None = None  # logistic regression; None: no logistic regression
+    linear_probe: LinearProbeConfig | None = None  # heads trained with SGD; None: no linear probe
     episodes: EpisodesConfig | None = None  # episodic evaluation; None: no episodes
     feature_cache: str | None = None  # folder to cache features of whole splits; None: no cache
     every_steps: Interval | None = None  # interval while training; None: only at the end
@@ -166,12 +168,14 @@ def _evaluate_probe(features_of: FeatureFn, probe: Probe, config: FewshotConfig)
     test = _labeled(probe.test, features_of(probe.test, np.arange(len(source))), notes)
     drawn_features: Callable[[Any], np.ndarray] = functools.partial(features_of, probe.train)
     result = {'test_images': len(test.labels), 'notes': notes}
-    if config.neighbors is not None or config.logistic is not None:
+    if config.neighbors or config.logistic is not None:
         features = features_of(probe.train, np.arange(len(probe.train.source)))
         train, drawn_features = _labeled(probe.train, features, notes), features.__getitem__
-    if config.neighbors is not None:
-        accuracy = probes.evaluate_knn(train, test, neighbors=config.neighbors)
-        result['knn'] = {'neighbors': config.neighbors, 'accuracy': accuracy}
+    if config.neighbors:
+        few = f'is skipped, because there are {plural(len(train.labels), "training image")}'
+        possible = tuple(k for k in config.neighbors if k <= len(train.labels)) or config.neighbors
+        notes += [f'knn {k} {few}' for k in config.neighbors if k not in possible]
+        result['knn'] = {'accuracy': probes.evaluate_knn(train, test, neighbors=possible)}
     if config.logistic is not None:
         fitted = probes.evaluate_logistic(train, test, config.logistic)
         if not fitted.converged:
@@ -268,12 +272,11 @@ def _possible_shots(shots: Sequence[int], train: Source, notes: list[str]) -> li
     images = np.bincount(train.labels)
     fewest = int(images[images > 0].min())
     possible = [count for count in shots if count <= fewest] or [min(shots)]
-    left_out = [f'{count}-shot' for count in shots if count not in possible]
-    uses_all = f', {possible[0]}-shot uses all of them' if possible[0] > fewest else ''
-    too_few = f', too few for {", ".join(left_out)}' if left_out else ''
-    if uses_all or too_few:
+    effects = [f'{possible[0]}-shot uses all of them'] if possible[0] > fewest else []
+    effects += [f'{count}-shot is skipped' for count in shots if count not in possible]
+    if effects:
         name = train.class_names[int(np.flatnonzero(images == fewest)[0])]
-        notes.append(f'class {name!r} has {plural(fewest, "image")}{uses_all}{too_few}')
+        notes.append(f'class {name!r} has {plural(fewest, "image")}, so {", ".join(effects)}')
     return possible
 
 
@@ -282,18 +285,22 @@ class Score(NamedTuple):
 
     accuracy: float
     spread: float | None = None  # standard deviation over draws, or half the 95 % interval
+    detail: str = ''  # what was chosen
 
     def __str__(self) -> str:
-        return f'{self.accuracy:.2%}' + ('' if self.spread is None else f' +- {self.spread:.2%}')
+        text = f'{self.accuracy:.2%}' + ('' if self.spread is None else f' +- {self.spread:.2%}')
+        return text + (f' ({self.detail})' if self.detail else '')
 
 
 def list_scores(values: dict[str, Any]) -> dict[str, Score]:
-    """Returns the accuracies of a data set, by names such as `10-shot`, `5-way 1-shot`, `knn`."""
+    """Returns the accuracies of a data set, by names such as `10-shot`, `5-way 1-shot`, `knn 9`."""
     shots = {f'{k}-shot': Score(mean, values['deviation'][k]) for k, mean in values['mean'].items()}
     if (nearest := values.get('knn')) is not None:
-        shots['knn'] = Score(nearest['accuracy'])
+        shots |= {f'knn {k}': Score(accuracy) for k, accuracy in nearest['accuracy'].items()}
     if (linear := values.get('logistic')) is not None:
         shots['logistic'] = Score(linear['accuracy'])
+    if (probe := values.get('linear_probe')) is not None:
+        shots['linear probe'] = Score(probe['accuracy'], detail=probe['chosen'])
     if (drawn := values.get('episodes')) is not None:
         for k, mean in drawn['mean'].items():
             shots[f'{drawn["ways"]}-way {k}-shot'] = Score(mean, drawn['interval'][k])
@@ -316,5 +323,5 @@ def name_accuracies(result: dict[str, Any]) -> dict[str, float]:
     return {
         (f'{name}/' if len(sets) > 1 else '') + re.sub('[ -]', '_', label) + '_accuracy': accuracy
         for name, values in sets.items()
-        for label, (accuracy, _) in list_scores(values).items()
+        for label, (accuracy, *_) in list_scores(values).items()
     }

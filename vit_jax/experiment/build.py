@@ -138,6 +138,9 @@ def build_experiment(
     if config.total is None:
         raise UserError('config.total: not set; expected a length, such as --config.total.epochs=7')
 
+    wrong = 'config.fewshot.linear_probe: not used in training; run vit_jax.fewshot on a checkpoint'
+    require(config.fewshot is None or config.fewshot.linear_probe is None, wrong)
+
     opener = make_opener(config.held_out)
     train, evaluated = _open_data(config, opener)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))

@@ -15,10 +15,11 @@ from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import features, probing
+from vit_jax.evaluation.linear_probe import LinearProbe
 from vit_jax.experiment import data_manifest, workdirs
 from vit_jax.experiment.build import make_eval_batches, make_mesh, make_readers, open_start
 from vit_jax.experiment.reporter import make_console
-from vit_jax.models import abstract_params, build
+from vit_jax.models import abstract_params, build, with_highest_precision
 from vit_jax.models.compute import resolve_compute
 
 
@@ -59,6 +60,12 @@ def probe(
     probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
     model, exact = build(body, compute=compute), dtype == 'float32'
     evaluator = features.make_feature_evaluator(model, preprocessing, batches, exact=exact)
+    console, linear = make_console(job), None
+    if (settings := fewshot.linear_probe) is not None:
+        meshes.check_batch_size(settings.batch_size, mesh, accumulation_steps=1)
+        check_memory(settings.batch_size, size, 'config.fewshot.linear_probe.batch_size')
+        probed = model._replace(capture=with_highest_precision(model.capture)) if exact else model
+        linear = LinearProbe(settings, probed, preprocessing, batches, job.tick_each, console.print)
 
     values = records.to_dict(config)
     sources = data_manifest.name_sources(None, [], probes) if job.count > 1 else {}
@@ -70,13 +77,16 @@ def probe(
             evaluator = evaluator.compile(abstract, probes.example)
         params, report = transfer(start.read(), old=card.model, new=body, fresh=fresh)
         lines = [f'start_from {start.path}', *start.report, *report, f'compute {compute}']
-        make_console(job).print('\n'.join(lines))
+        console.print('\n'.join(lines))
         placed = meshes.put(params, shardings)
         features_of = features.make_feature_function(evaluator, placed, watch=job.tick_each)
         if fewshot.feature_cache is not None and job.count == 1:
             digest = digest_model(body, params, preprocessing=preprocessing, dtype=dtype)
             features_of = features.cache(features_of, pathlib.Path(fewshot.feature_cache), digest)
         result = probing.evaluate(features_of, probes, preprocessing)
+        if linear is not None:
+            for name, readers in probes.by_name.items():
+                result['sets'][name]['linear_probe'] = linear.evaluate(placed, *readers)
         result |= {'step': card.step, 'checkpoint': start.path} | origin
         if job.index == 0:
             workdir.check_held()

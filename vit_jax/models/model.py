@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from vit_jax.models import positions, taps
 from vit_jax.models.compute import PORTABLE, Compute, LastBlock, Regularization, resolve_compute
 from vit_jax.models.config import ModelConfig, ViTConfig
 from vit_jax.models.masked_patches import Corruption, PatchOutputs
+from vit_jax.models.positions import Tokens
 from vit_jax.models.resnet import ResNetClassifier
 from vit_jax.models.vit import Images, ViT, make_head
 
@@ -222,3 +224,10 @@ def _count_convolution(equation: Any) -> int:
         indices = starts + np.arange(kernel[axis])
         total *= int(np.sum((indices >= 0) & (indices < image[1 + axis])))
     return total
+
+
+def apply_final_norm(config: ViTConfig, params: Params, tokens: Tokens) -> Tokens:
+    """Applies the final norm of a model to the tokens of any block, in float32."""
+    kind = nn.RMSNorm if config.norm == 'rms' else nn.LayerNorm
+    place = params if config.final_norm == 'after_pool' else params['encoder']
+    return kind(epsilon=config.layer_norm_epsilon).apply({'params': place['norm']}, tokens)

@@ -1,0 +1,90 @@
+"""The heads of the linear probe are those of DINOv2's own code after 100 steps.
+
+The fixture has their weights, with the bias as last row. They come from `setup_linear_classifiers`
+and `eval_linear` of dinov2/eval/linear.py (facebookresearch/dinov2, b8931f7) in torch 2.13 on a
+CPU, with the initial weights and the features that `draw` makes, `batch_size=128` and a global size
+of 8. The imports of that file, the checkpoints and `cuda()` were replaced by stubs.
+"""
+
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from vit_jax.evaluation import linear_probe
+from vit_jax.evaluation.linear_probe import LinearProbeConfig
+
+REFERENCE = pathlib.Path(__file__).parents[1] / 'fixtures' / 'linear_probe.npz'
+CONFIG = LinearProbeConfig(steps=100, batch_size=128 * 8)
+KINDS = [*itertools.product(CONFIG.blocks, CONFIG.mean_of_patches)]
+
+
+def draw(*, width, classes, images):
+    """Class tokens (4 b d), patches (b 2 d) and labels of each step, and the first weights.
+
+    They come from a generator whose numbers no version of numpy may change.
+    """
+    rng, batches = np.random.RandomState(0), []
+    for _ in range(CONFIG.steps):
+        tokens = [rng.standard_normal(s) for s in ((4, images, width), (images, 2, width))]
+        batches.append((*(t.astype(np.float32) for t in tokens), rng.randint(0, classes, images)))
+    weights = {}
+    for blocks, mean in KINDS:
+        shape = len(CONFIG.rates), width * (blocks + mean), classes
+        weights[blocks, mean] = (0.01 * rng.standard_normal(shape)).astype(np.float32)
+    return batches, weights
+
+
+def trained(batches, weights):
+    heads = {kind: jnp.pad(w, ((0, 0), (0, 1), (0, 0))) for kind, w in weights.items()}
+    state = heads, linear_probe.make_optimizer(CONFIG).init(heads)
+    update = jax.jit(lambda *values: linear_probe.update(CONFIG, *values)[0])
+    for tokens, patches, labels in batches:
+        vectors = jnp.stack([*tokens, patches.mean(axis=1)], axis=1)
+        state = update(state, vectors, jax.nn.one_hot(labels, heads[1, True].shape[-1]))
+    return state[0]
+
+
+def assert_same_heads(found, expected):
+    """Each head alone, within 1e-5 of its largest weight."""
+    for kind in KINDS:
+        for ours, theirs in zip(found[kind], expected[kind], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+
+
+def test_the_heads_are_those_of_dinov2s_code():
+    with np.load(REFERENCE, allow_pickle=False) as file:
+        expected = {kind: file[f'{kind[0]}_{str(kind[1]).lower()}'] for kind in KINDS}
+    assert_same_heads(trained(*draw(width=3, classes=3, images=8)), expected)
+
+
+def test_the_heads_are_those_of_one_torch_module_each():
+    torch = pytest.importorskip('torch', reason='the torch extra is not installed')
+    batches, weights = draw(width=8, classes=5, images=16)
+    expected = {}
+    for kind in KINDS:
+        blocks, mean = kind
+        modules = [torch.nn.Linear(8 * (blocks + mean), 5) for _ in CONFIG.rates]
+        for module, start in zip(modules, weights[kind], strict=True):
+            module.weight.data, module.bias.data = torch.tensor(start.T), torch.zeros(5)
+        groups = [
+            {'params': module.parameters(), 'lr': 4 * rate}
+            for module, rate in zip(modules, CONFIG.rates, strict=True)
+        ]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, CONFIG.steps)
+        for tokens, patches, labels in batches:
+            parts = [*tokens[-blocks:], *([patches.mean(axis=1)] if mean else [])]
+            x, y = torch.tensor(np.concatenate(parts, axis=-1)), torch.tensor(labels)
+            optimizer.zero_grad()
+            sum(torch.nn.functional.cross_entropy(module(x), y) for module in modules).backward()
+            optimizer.step()
+            schedule.step()
+        expected[kind] = [
+            np.concatenate([module.weight.detach().T, module.bias.detach()[None]])
+            for module in modules
+        ]
+    assert_same_heads(trained(batches, weights), expected)

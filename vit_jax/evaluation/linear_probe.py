@@ -1,0 +1,222 @@
+"""The linear probe of DINOv2 and DINOv3: linear heads on frozen features, trained with SGD.
+
+There is a head for each learning rate and each kind of features. All heads are trained at once, on
+the same augmented images. The heads of a kind have stacked weights, so that their logits are one
+einsum. A single einsum for all kinds, padded to the widest features, would take 1.7 times the
+memory and operations.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from vit_jax.base import Array, Batch, Float, Key, Num, Params, records, require
+from vit_jax.data import loading
+from vit_jax.data.augmentation import Augmentation, augment
+from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing, normalize
+from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources.base import select
+from vit_jax.distributed import meshes
+from vit_jax.evaluation.evaluator import BatchMaker, Watch, make_evaluator
+from vit_jax.models import Model, ViTConfig, apply_final_norm
+from vit_jax.training.losses import BatchSums, make_targets, sum_examples
+
+RATES = *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3), *(1e-2, 2e-2, 5e-2, 0.1)
+CROPS = Augmentation(crop=InceptionCrop(area=(0.08, 1.0)), flip=True)  # DINOv2's
+
+# Weights of heads for each rate, by kind of features; their last row is the bias. The features of
+# kind (n, m) are the class tokens of the last n blocks and, if m is True, the mean of the patches.
+Heads = dict[tuple[int, bool], Float[Array, 'r e k']]
+# Vectors of images: class tokens of the last blocks, then the mean of the last block's patches.
+Vectors = Float[Array, 'b m d']
+
+
+@dataclasses.dataclass(kw_only=True)
+class LinearProbeConfig(records.Record):
+    """Linear probe of DINOv2: heads on frozen features, trained with SGD on augmented images.
+
+    There is a head for each combination of `rates`, `blocks` and `mean_of_patches`. The learning
+    rate of a head is its rate x `batch_size` / 256, and decreases to 0 with a cosine. The head with
+    the best accuracy on a validation part of the training images is tested. `config.seed` is the
+    seed of all random numbers.
+    """
+
+    rates: tuple[float, ...] = RATES  # learning rates for batches of 256 images
+    blocks: tuple[int, ...] = (1, 4)  # numbers of last blocks whose class tokens are features
+    mean_of_patches: tuple[bool, ...] = (False, True)  # true: also the mean of the last patches
+    steps: int = 12_500  # training steps; DINOv2: 10 epochs of 1,250 steps
+    batch_size: int = 1024  # images per step, on all devices together
+    validation_fraction: float = 0.1  # fraction of the training images that selects the head
+    augmentation: Augmentation = dataclasses.field(default_factory=lambda: CROPS)  # of training
+
+    def check(self) -> None:
+        lists = self.rates, self.blocks, self.mean_of_patches
+        require(all(lists), 'rates, blocks, mean_of_patches: expected one or more values each')
+        records.require_between(self, 'rates', above=0)
+        records.require_between(self, 'blocks', 'steps', 'batch_size', low=1)
+        records.require_between(self, 'validation_fraction', above=0, high=0.5)
+
+
+def compute_logits(heads: Heads, vectors: Vectors) -> Float[Array, 'h b k']:
+    """Computes the logits of all heads, ordered by kind and rate, with one einsum per kind."""
+
+    def logits(blocks: int, with_mean: bool) -> Float[Array, 'r b k']:
+        inputs = vectors[:, -1 - blocks : None if with_mean else -1].reshape(len(vectors), -1)
+        inputs = jnp.pad(inputs, ((0, 0), (0, 1)), constant_values=1.0)
+        weights = heads[blocks, with_mean]
+        return jnp.einsum('be,rek->rbk', inputs, weights, precision='highest')
+
+    return jnp.concatenate([logits(*kind) for kind in sorted(heads)])
+
+
+def make_optimizer(config: LinearProbeConfig) -> optax.GradientTransformation:
+    """Makes the optimizer of all heads: SGD for losses that are multiplied by learning rates."""
+    return optax.sgd(optax.cosine_decay_schedule(1.0, config.steps), momentum=0.9)
+
+
+def init_state(
+    config: LinearProbeConfig, key: Key[Array, ''], width: int, num_classes: int
+) -> tuple[Heads, Any]:
+    """Initializes heads for vectors of this width, and the state of their optimizer."""
+    heads = {}
+    for number, kind in enumerate(itertools.product(config.blocks, config.mean_of_patches)):
+        shape = len(config.rates), sum(kind) * width, num_classes
+        weights = 0.01 * jax.random.normal(jax.random.fold_in(key, number), shape)
+        heads[kind] = jnp.pad(weights, ((0, 0), (0, 1), (0, 0)))
+    return heads, make_optimizer(config).init(heads)
+
+
+def update(
+    config: LinearProbeConfig, state: tuple, vectors: Vectors, targets: Float[Array, 'b k']
+) -> tuple[tuple[Heads, Any], Float[Array, '']]:
+    """Trains all heads for one step; images whose targets are zero do not count.
+
+    Args:
+      config: The linear probe.
+      state: The heads, and the state of their optimizer.
+      vectors: Vectors of images.
+      targets: The targets of the images.
+
+    Returns:
+      The new state, and the lowest loss of a head.
+    """
+    rates = jnp.tile(jnp.array(config.rates) * (config.batch_size / 256), len(state[0]))
+
+    def total(heads: Heads) -> tuple[Array, Array]:
+        losses = optax.softmax_cross_entropy(compute_logits(heads, vectors), targets)
+        means = losses.sum(axis=-1) / jnp.maximum(1, targets.sum())
+        return (rates * means).sum(), jnp.nanmin(means)
+
+    gradients, lowest = jax.grad(total, has_aux=True)(state[0])
+    updates, opt_state = make_optimizer(config).update(gradients, state[1])
+    return (optax.apply_updates(state[0], updates), opt_state), lowest
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearProbe:
+    """The linear probe of a frozen model. Without class tokens, means of patches replace them.
+
+    Raises:
+      UserError: If the model has too few blocks.
+    """
+
+    config: LinearProbeConfig
+    model: Model
+    preprocessing: Preprocessing
+    batches: BatchMaker
+    watch: Watch = iter  # wraps iterators of batches
+    report: Callable[[str], Any] = print  # gets progress lines
+
+    def __post_init__(self) -> None:
+        wrong = f'config.fewshot.linear_probe.blocks={self.config.blocks}'
+        depth = getattr(self.model.config, 'depth', 0)  # a ResNet has no blocks
+        require(max(self.config.blocks) <= depth, f'{wrong}: the model has {depth} ViT blocks')
+
+    def compute_vectors(self, params: Params, images: Num[Array, 'b h w c']) -> Vectors:
+        """Computes the vectors of images of 0 to 255. Each block keeps two vectors per image."""
+        vit, count = self.model.config, max(self.config.blocks)
+        assert isinstance(vit, ViTConfig)
+
+        def reduce(tokens: Float[Array, 'b n d']) -> Float[Array, '2 b d']:
+            tokens = apply_final_norm(vit, params, tokens.astype(jnp.float32))
+            mean = tokens[:, vit.num_prefix_tokens :].mean(axis=1)
+            return jnp.stack([tokens[:, 0] if vit.num_class_tokens else mean, mean])
+
+        images = normalize(images, self.preprocessing)
+        blocks = self.model.capture(params, images, {'tokens': reduce})[1]['tokens'][-count:]
+        return jnp.stack([*blocks[:, 0], blocks[-1, 1]], axis=1)
+
+    def evaluate(self, params: Params, train: ImageReader, test: ImageReader) -> dict[str, Any]:
+        """Trains all heads, chooses one on validation images, and tests it.
+
+        Args:
+          params: Parameters of the model, on the devices of the mesh.
+          train: Training images; a part of them is used for validation only.
+          test: Test images.
+
+        Returns:
+          Accuracies and protocol, as JSON.
+        """
+        order = np.random.default_rng(train.seed).permutation(len(train.source))
+        first = max(1, round(self.config.validation_fraction * len(order)))
+        sources = (select(train.source, part) for part in np.split(order, [first]))
+        valid, used = (dataclasses.replace(train, source=source) for source in sources)
+        heads = self.train(params, used)
+        names = [
+            f'blocks={blocks}, mean_of_patches={str(with_mean).lower()}, rate={rate:g}'
+            for (blocks, with_mean), rate in itertools.product(sorted(heads), self.config.rates)
+        ]
+
+        def hits(params: Params, batch: Batch) -> BatchSums:
+            vectors = self.compute_vectors(params['model'], batch['images'])
+            right = compute_logits(params['heads'], vectors).argmax(axis=-1) == batch['labels']
+            return sum_examples(dict(zip(names, 1.0 * right, strict=True)), batch['mask'])
+
+        evaluator = make_evaluator(hits, self.batches)
+        params = {'model': params, 'heads': heads}
+        run = functools.partial(evaluator.evaluate, params, watch=self.watch)
+        validated, tested = run(valid), run(test)
+        chosen = max(names, key=validated.means.__getitem__)  # the first of equal ones
+        return {
+            'accuracy': tested.means[chosen],
+            'chosen': chosen,
+            'validation_accuracy': validated.means,
+            'validation_images': validated.num_images,
+            'protocol': records.to_dict(self.config),
+        }
+
+    def train(self, params: Params, reader: ImageReader) -> Heads:
+        """Trains all heads on augmented images."""
+        config, mesh = self.config, self.batches.mesh
+        num_classes = len(reader.source.class_names)
+        targets_of = functools.partial(make_targets, num_classes=num_classes)
+        init_key, augment_key = jax.random.split(jax.random.key(reader.seed))
+
+        def step(state: tuple[Heads, Any], params: Params, batch: Batch) -> Any:
+            batch = augment(augment_key, batch, config.augmentation, targets_of=targets_of)
+            targets = targets_of(batch['labels']) * batch['mask'][:, None]
+            return update(config, state, self.compute_vectors(params, batch['images']), targets)
+
+        jit = functools.partial(meshes.jit_on, mesh=mesh, out_shardings=meshes.replicated(mesh))
+        crop = config.augmentation.crop or reader.crop
+        loader = self.batches.make_loader(dataclasses.replace(reader, crop=crop))
+        steps, size = range(config.steps), config.batch_size
+        augmented = loading.training_batches(loader, steps=steps, batch_size=size, seed=reader.seed)
+        images = self.batches.abstract(reader)['images']
+        width = jax.eval_shape(self.compute_vectors, params, images).shape[-1]
+        state = jit(functools.partial(init_state, config, init_key, width, num_classes))()
+        run, previous = jit(step, donate_argnums=0), None
+        for count, batch in enumerate(self.watch(augmented), 1):
+            state, lowest = run(state, params, batch)
+            jax.block_until_ready(previous)  # so that few batches are on the devices
+            previous = lowest
+            if count % -(-config.steps // 10) == 0:
+                self.report(f'linear probe: step {count} of {config.steps}, loss {lowest:.4f}')
+        return state[0]

@@ -151,7 +151,8 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
     experiment, state = prepared(program, where.devices)
     with ahead_of_time.assume_cudnn():
         if program.step == 'eval':
-            training_run.compile_evaluators(experiment, state.eval_params)
+            for name, evaluator in experiment.evaluators.items():
+                evaluator.compile(state.eval_params, experiment.eval_readers[name])
         else:
             evaluator = make_feature_evaluator(
                 experiment.model, experiment.preprocessing, experiment.batches

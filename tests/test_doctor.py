@@ -37,10 +37,10 @@ def test_the_doctor_does_what_a_training_does_before_it_compiles(tmp_path):
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """A command nvidia-smi that knows two GPUs, on a host without jax's plugins for them."""
+    """A command nvidia-smi, on a host without jax's plugins for GPUs."""
     command = tmp_path / 'bin' / 'nvidia-smi'
     command.parent.mkdir()
-    command.write_text('#!/bin/sh\necho "550.54, a GPU"\necho "550.54, a GPU"\n')
+    command.write_text('#!/bin/sh\n')
     command.chmod(0o755)
     monkeypatch.setenv('PATH', f'{command.parent}:{os.environ["PATH"]}')
     return command
@@ -48,8 +48,7 @@ def driver(tmp_path, monkeypatch):
 
 def test_the_doctor_names_the_extra_that_a_gpu_needs(tmp_path, driver):
     codes, text = asked(tmp_path)
-    assert codes == [1] and '2 x NVIDIA 550.54' in text, text
-    assert "pip install 'vit_jax[cuda]'" in text
+    assert codes == [1] and "pip install 'vit_jax[cuda]'" in text, text
 
 
 @pytest.mark.full

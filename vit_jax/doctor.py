@@ -13,7 +13,6 @@ import os
 import platform
 import shutil
 import socket
-import subprocess
 import time
 
 import jax
@@ -50,9 +49,6 @@ def main(arguments: argparse.Namespace) -> int:
     with join_job(launch, app.report) as job:
         _say('cluster', str(job) if job.count > 1 else 'none detected, one process')
         app.prepare_devices(processes=job.count)
-        folder = jax.config.values['jax_compilation_cache_dir']
-        is_kept = folder and jax.config.values['jax_enable_compilation_cache']
-        _say('compiled', f'compilation cache: {folder if is_kept else "none"}')
         _check_devices(job)
         if arguments.config is not None:
             _check_training(job, arguments)
@@ -73,9 +69,8 @@ def _check_devices(job: Job) -> None:
     local, everyone = jax.local_devices(), jax.devices()
     kind = local[0].device_kind
     _say('devices', f'{len(local)} x {kind} in this process, {len(everyone)} in total')
-    if gpus := _find_gpus():
-        _say('driver', f'{len(gpus)} x NVIDIA {gpus[0]}')
-        require(local[0].platform != 'cpu', _ON_CPU)
+    # A host with an NVIDIA driver has this command.
+    require(local[0].platform != 'cpu' or shutil.which('nvidia-smi') is None, _ON_CPU)
     job.require_equal('devices', {'per process': len(local), 'kind': kind})
     start = time.monotonic()
     mesh = meshes.make_mesh(meshes.MeshConfig())
@@ -83,16 +78,6 @@ def _check_devices(job: Job) -> None:
     total = float(jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))(ones))
     require(total == len(everyone), f'sum over devices: got {total}; expected {len(everyone)}')
     _say('collective', f'sum over {len(everyone)} devices in {time.monotonic() - start:.1f} s')
-
-
-def _find_gpus() -> list[str]:
-    """Returns driver version and name of each NVIDIA GPU. Raises UserError if nvidia-smi fails."""
-    if shutil.which('nvidia-smi') is None:
-        return []
-    command = ['nvidia-smi', '--query-gpu=driver_version,name', '--format=csv,noheader']
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    require(done.returncode == 0, f'nvidia-smi: {(done.stdout or done.stderr).strip()}')
-    return done.stdout.splitlines()
 
 
 def _check_training(job: Job, arguments: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ V2, A, R, Sketch, ObjectNet and C in the folder DATA; --out=DIR then writes suit
 
 import argparse
 import csv
+import dataclasses
 import functools
 import json
 import math
@@ -44,7 +45,7 @@ from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener
 from vit_jax.evaluation import head, imagenet_suite
 from vit_jax.evaluation.head import HeadReport, Prediction
 from vit_jax.figures import bitmaps, curves, style
-from vit_jax.predict import FORMATS, open_output, require_new
+from vit_jax.predict import open_output, require_new
 from vit_jax.pretrained import LoadedModel, load
 from vit_jax.studies import lineage, results
 
@@ -150,11 +151,11 @@ def _describe_report(report: HeadReport) -> list[str]:
     """Formats the metrics, the worst classes and the most frequent confusions."""
     means = dict(report.means)
     if (found := report.calibration) is not None:
-        nll, brier, error, _ = found.scores
-        means |= {'negative_log-likelihood': nll, 'Brier_score': brier}
+        means['negative_log-likelihood'] = found.scores.nll
+        means['Brier_score'] = found.scores.brier
     lines = [f'{_format_name(n):<24}{results.text_of(n, x):>8}' for n, x in means.items()]
     if found is not None:
-        lines.append(f'{"calibration error (ECE)":<24}{error:>8.2%}')
+        lines.append(f'{"calibration error (ECE)":<24}{found.scores.calibration_error:>8.2%}')
         lines.append(f'{"temperature":<24}{found.temperature:>8.3g}  fitted to one half')
         before, after = found.before, found.after
         text = f'ECE {before.calibration_error:.2%} -> {after.calibration_error:.2%}'
@@ -213,7 +214,7 @@ def _write_report(
         )
         names += [MATRIX, PICTURE]
     if (found := report.calibration) is not None:
-        values['calibration'] = found.to_json()
+        values['calibration'] = dataclasses.asdict(found)
         with atomic_write(folder / RELIABILITY) as partial:
             partial.write_bytes(style.png(curves.draw_reliability, found))
         names.append(RELIABILITY)
@@ -227,8 +228,8 @@ def _save_picture(path: pathlib.Path, picture: Image.Image) -> None:
 
 
 def _write_predictions(path: pathlib.Path, rows: Sequence[Prediction]) -> pathlib.Path:
-    """Writes predictions as CSV, or as JSON lines if the path ends with .jsonl."""
-    form = FORMATS[path.suffix.lower()]
+    """Writes predictions as JSON lines if the path ends with .jsonl, else as CSV."""
+    form = 'jsonl' if path.suffix.lower() == '.jsonl' else 'csv'
     with open_output(str(path), form) as file:
         if form == 'jsonl':
             file.writelines(f'{json.dumps(row._asdict())}\n' for row in rows)
@@ -294,13 +295,6 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     return output.report_unreadable(unreadable, sum(int(m['images']) for m in found.values()))
 
 
-def _table_path(text: str) -> str:
-    """Parses the path of a CSV file or a file of JSON lines."""
-    if not text.lower().endswith(('.csv', '.jsonl')):
-        raise argparse.ArgumentTypeError(f'{text!r}: expected FILE.csv or FILE.jsonl')
-    return app.local_path(text)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('evaluate', __doc__)
@@ -320,8 +314,8 @@ def make_parser() -> argparse.ArgumentParser:
     add('--suite', choices=['imagenet'], help=text)
     text = 'directory for metrics, confusion matrix and reliability diagram; default: not written'
     add('--out', type=app.local_path, metavar='DIR', help=text)
-    text = 'file for the prediction for each image; default: not written'
-    add('--predictions', type=_table_path, metavar='FILE.csv', help=text)
+    text = 'file for the prediction for each image, .csv or .jsonl; default: not written'
+    add('--predictions', type=app.local_path, metavar='FILE.csv', help=text)
     text = 'directory for the wrong predictions and a contact sheet; default: not written'
     add('--mistakes', type=app.local_path, metavar='DIR', help=text)
     add('--overwrite', action='store_true', help='replace existing files')

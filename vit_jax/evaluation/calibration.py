@@ -5,7 +5,7 @@ classified correctly ("On Calibration of Modern Neural Networks", Guo et al. 201
 are the softmax of the logits, whatever the training loss was.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
 
 import numpy as np
 import scipy.optimize
@@ -18,7 +18,8 @@ _TEMPERATURES = 0.05, 20.0  # range of the fitted temperature
 _CHUNK = 1024  # number of images whose probabilities are in memory at once
 
 
-class Bin(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Bin:
     """Images whose confidence, the probability of the predicted class, is in one bin."""
 
     images: int
@@ -26,7 +27,8 @@ class Bin(NamedTuple):
     accuracy: float
 
 
-class Scores(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Scores:
     """Quality of the probabilities of some images."""
 
     nll: float  # mean negative log-likelihood of the true class
@@ -34,12 +36,9 @@ class Scores(NamedTuple):
     calibration_error: float  # mean over images of |accuracy - confidence| of their bin (ECE)
     bins: list[Bin]  # bins that contain images
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the scores and bins by name."""
-        return self._asdict() | {'bins': [one._asdict() for one in self.bins]}
 
-
-class Calibration(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Calibration:
     """Scores of all images, and the effect of dividing the logits by a fitted temperature.
 
     The temperature is fitted to a random half of the images. `before` and `after` are scores of the
@@ -50,11 +49,6 @@ class Calibration(NamedTuple):
     temperature: float
     before: Scores
     after: Scores
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the temperature and the scores by name."""
-        scores = {'scores': self.scores, 'before': self.before, 'after': self.after}
-        return {'temperature': self.temperature} | {n: s.to_json() for n, s in scores.items()}
 
 
 def evaluate(logits: Float[np.ndarray, 'n k'], labels: Int[np.ndarray, 'n']) -> Calibration:

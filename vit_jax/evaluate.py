@@ -1,8 +1,8 @@
 """Evaluates a classifier on labeled images: python -m vit_jax.evaluate CHECKPOINT --data=DATA.
 
-CHECKPOINT has any format that vit_jax.load reads, or is a name such as augreg:B/16 (vit_jax augreg
-lists these) or hf:OWNER/NAME. DATA is any value of --config.data. Classes are matched by name if
-the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work directory of a run,
+CHECKPOINT has any format that vit_jax.load reads, or is a name such as augreg:B/16 or
+hf:OWNER/NAME (docs/checkpoint_names.md). DATA is any value of --config.data. Classes are matched by
+name if the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work directory of a run,
 DATA is by default the run's config.data, and the split is the one that the run evaluated.
 
 --out=DIR writes evaluation.json (all metrics, also per class), confusion.npz, confusion.png and

@@ -1,7 +1,7 @@
 """Draws what models learned: python -m vit_jax.visualize CHECKPOINT... --images=DATA --out=DIR.
 
 CHECKPOINT is a ViT, hybrid or ResNet in any format that vit_jax.load reads, or a name such as
-augreg:B/16 (vit_jax augreg lists these). DATA is a folder of photos, or any value of --config.data.
+augreg:B/16 (docs/checkpoint_names.md). DATA is a folder of photos, or any value of --config.data.
 DIR/index.html has figures of the ViT paper and of "Do Vision Transformers See Like Convolutional
 Neural Networks?" (Raghu et al.), with explanations. DIR also receives each picture (.png) and its
 numbers (.npz).

@@ -38,5 +38,7 @@ FILES = {  # by name
 def find_published(name: str) -> Published:
     """Returns the file for a short name. Raises MissingFile for an unknown name."""
     if name not in FILES:
-        raise MissingFile(f'unknown name (see `vit_jax augreg`); {records.closest(name, FILES)}')
+        raise MissingFile(
+            f'unknown name; {records.closest(name, FILES)} (docs/checkpoint_names.md lists all)'
+        )
     return FILES[name]

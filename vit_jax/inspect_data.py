@@ -35,7 +35,6 @@ SHEET, SUMMARY = 'data.png', 'data.json'
 _ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
 _SHOWN = 5  # printed entries of a long list
 _LISTS = {  # lists of a Scan, and the text after their counts
-    'misnamed': ' (the ending of another image format):',
     'duplicates': ' (equal files):',
     'contradictory': ' (equal files in different classes):',
     'unreadable': '',

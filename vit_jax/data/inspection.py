@@ -4,14 +4,13 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import os
 from collections.abc import Callable
 from concurrent import futures
 from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax.data.image_decoding import decode, formats_by_extension, read_header
+from vit_jax.data.image_decoding import decode, read_header
 from vit_jax.data.loading import ImageReader
 
 
@@ -32,7 +31,6 @@ class SplitReport:
     classes: dict[str, int]  # number of images per class
     formats: dict[str, int] = dataclasses.field(default_factory=dict)
     unreadable: list[str] = dataclasses.field(default_factory=list)  # NAME: reason
-    misnamed: list[str] = dataclasses.field(default_factory=list)  # NAME: actual format
     duplicates: list[str] = dataclasses.field(default_factory=list)  # NAME = OTHER: equal bytes
     # NAME (classes) = OTHER (classes): equal bytes, but different classes.
     contradictory: list[str] = dataclasses.field(default_factory=list)
@@ -77,9 +75,6 @@ def scan(
                 result.contradictory.append(f'{name} ({classes}) = {other} ({others})')
         formats[image.format] += 1
         sizes.append(image.size)
-        extension = os.path.splitext(name)[1].lower()
-        if image.format not in ('array', formats_by_extension().get(extension, image.format)):
-            result.misnamed.append(f'{name}: {image.format}')
     result.formats = dict(formats.most_common())
     if sizes:
         heights_widths = np.percentile(sizes, [0, 50, 100], axis=0).astype(int).T

@@ -1,14 +1,11 @@
 """Class vectors make a zero-shot classifier of an image tower: its logits are OpenCLIP's."""
 
-import json
-
 import numpy as np
 import pytest
 
 import vit_jax
 from tests import reference, tiny
 from tests.networks import loaded
-from vit_jax import evaluate
 from vit_jax.base.errors import UserError
 
 NAMES = tuple('9876543210')
@@ -50,22 +47,6 @@ def test_logits_are_scaled_cosine_similarities_plus_the_bias(name, bias, tmp_pat
     copy = vit_jax.load(tmp_path / 'copy')
     np.testing.assert_array_equal(copy.logits(io['images']), found)
     assert copy.class_names == NAMES
-
-
-@pytest.mark.full
-def test_classes_are_evaluated_by_name(tmp_path):
-    """The names of the file are those of the digits in another order."""
-    source = reference.family('clip_openclip')
-    path, _ = class_file(tmp_path, vit_jax.load(source).config.num_classes)
-    classifier, found = vit_jax.load(source, head=path), []
-    data = '--data=digits', '--split=test[:40]', f'--out={tmp_path / "out"}'
-    assert evaluate.main(evaluate.make_parser().parse_args([source, f'--head={path}', *data])) == 0
-    accuracy = json.loads((tmp_path / 'out' / 'evaluation.json').read_text())['means']['accuracy']
-    images = evaluate.make_opener(None)('digits', 'test[:40]', None)
-    for i in range(40):
-        logits = classifier.logits(classifier.preprocess(images.read(i)[0])[None])
-        found.append(NAMES[logits.argmax()] == images.class_names[images.labels[i]])
-    assert accuracy == pytest.approx(np.mean(found))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 CHECKPOINT has any format that vit_jax.load reads, or is a name such as augreg:B/16 or
 hf:OWNER/NAME (docs/checkpoint_names.md). DATA is any value of --config.data. Classes are matched by
-name if the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work directory of a run,
-DATA is by default the run's config.data, and the split is the one that the run evaluated.
+name if the checkpoint has class names, otherwise by order. If CHECKPOINT is in the work directory
+of a run, DATA is by default the run's config.data, and the split is the one that the run evaluated.
 
 --out=DIR writes evaluation.json (all metrics, also per class), confusion.npz, confusion.png and
 reliability.png. --predictions=FILE.csv or FILE.jsonl writes the prediction for each image.
@@ -75,7 +75,6 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         unused = [n for n in ('split', 'labels', 'mistakes', 'predictions') if vars(arguments)[n]]
         wrong = f'--{"".join(unused[:1])}: not used with --suite; leave it out'
         require(not unused, wrong)
-        require(arguments.data is not None, '--suite: expected --data=FOLDER with the test sets')
     for folder in filter(None, (out, mistakes)):
         make_folder(folder)
     tables = (out, SUITE if arguments.suite else NUMBERS), (mistakes, MISTAKES)
@@ -257,39 +256,30 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     """Prints a line per test set, and how to get the missing ones; writes suite.json."""
     unreadable, missing = list[str](), dict[str, str]()
     found = dict[str, dict[str, float]]()
+    root, size = pathlib.Path(arguments.data or '.'), arguments.batch_size
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     for test_set in imagenet_suite.TEST_SETS:
         with output.progress_bar() as bar:
             watch = functools.partial(bar.track, total=None, description=test_set.name)
             try:
-                found[test_set.name] = imagenet_suite.evaluate(
-                    test_set,
-                    loaded,
-                    pathlib.Path(arguments.data),
-                    batch_size=arguments.batch_size,
-                    watch=watch,
-                    **options,
+                means = imagenet_suite.evaluate(
+                    test_set, loaded, root, batch_size=size, watch=watch, **options
                 )
             except MissingFile as error:
                 missing.setdefault(test_set.command, str(error))
                 continue
-        means = found[test_set.name]
+        found[test_set.name] = means
         text = ', '.join(f'{_format_name(n)} {results.text_of(n, x)}' for n, x in means.items())
         print(f'{test_set.name:<22}{text}', flush=True)
     mce = imagenet_suite.mean_corruption_error(found)
     if mce is not None:
         print(f'{"c":<22}mCE {mce:.2%}')
     for command, reason in missing.items():
-        print(f'left out: {reason}; to get it, run in {arguments.data}: {command}')
-    require(bool(found), f'{arguments.data}: none of the test sets was found')
+        print(f'left out: {reason}; to get it, run in {root}: {command}')
+    require(bool(found), f'{root}: none of the test sets was found')
     if arguments.out:
         path = pathlib.Path(arguments.out, SUITE)
-        values = {
-            'data': arguments.data,
-            'sets': found,
-            'mCE': mce,
-            'missing': [*missing.values()],
-        }
+        values = {'data': str(root), 'sets': found, 'mCE': mce, 'missing': [*missing.values()]}
         write_json(path, values | _describe_model(loaded, arguments))
         print(f'\nwritten: {path}')
     return output.report_unreadable(unreadable, sum(int(m['images']) for m in found.values()))

@@ -1,8 +1,9 @@
 """Classifies images: python -m vit_jax.predict CHECKPOINT IMAGE...
 
 CHECKPOINT has any format that vit_jax.load reads, or is a name such as augreg:B/16 or
-hf:OWNER/NAME (docs/checkpoint_names.md). IMAGE is a file or a folder. Prints the five most probable classes of
-each image. If the model was trained with a sigmoid loss, it prints all classes above 50 % instead.
+hf:OWNER/NAME (docs/checkpoint_names.md). IMAGE is a file or a folder. Prints the five most
+probable classes of each image. If the model was trained with a sigmoid loss, it prints all classes
+above 50 % instead.
 --format=csv or --out=FILE.csv writes one line (path, class, probability) per class.
 --format=jsonl or --out=FILE.jsonl writes one JSON object per image. --features=OUT.npz writes
 the features (the input of the head) and the paths of the images.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.figures import bitmaps, features, outliers, style
+from vit_jax.figures import bitmaps, outliers, style
 from vit_jax.figures.page import Picture, Section, Table, render_page
 from vit_jax.figures.probes import FIGURE
 
@@ -40,27 +40,6 @@ def test_equal_numbers_give_equal_bytes_whatever_the_users_settings_of_matplotli
 
 def pixels(draw, numbers):
     return np.asarray(Image.open(io.BytesIO(style.png(draw, numbers))).convert('RGB')).astype(int)
-
-
-def test_components_and_the_frame_are_drawn_where_their_patches_are():
-    """Blue photos and red maps of 2x4 patches. Patch (1, 0) of the maps is green."""
-    components = np.zeros((2, 2, 4, 3))
-    components[..., 0] = 1
-    components[:, 1, 0] = 0, 1, 0
-    numbers = {'images': np.zeros((2, 20, 40, 3)) + np.array([0, 0, 1]), 'components': components}
-    numbers |= {'similarity': np.ones((2, 2, 4)), 'explained': np.full(3, 0.2)}
-    image = pixels(features.FIGURE.draw, numbers | {'patch': np.array([0, 3])})
-    image = image[:, : image.shape[1] * 4 // 10]  # the photo and the map of the first image
-    red, green, blue = ((image == color).all(axis=-1) for color in 255 * np.eye(3, dtype=int))
-    (top, left), (bottom, right) = (f(np.argwhere(green), axis=0) for f in (np.min, np.max))
-    height, width = bottom - top, right - left
-    assert green.sum() == pytest.approx(height * width, rel=0.1)
-    assert height == pytest.approx(width, rel=0.1)  # 20x40 pixels are 2x4 patches
-    assert red[:, left - 5 :].sum() == pytest.approx(7 * green.sum(), rel=0.1)
-    photo, frame = np.argwhere(blue), np.argwhere(red[:, : left - 5])
-    middle = (frame.mean(axis=0) - photo.min(axis=0)) / np.ptp(photo, axis=0)
-    np.testing.assert_allclose(middle, [1 / 4, 7 / 8], atol=0.05)
-    assert photo[:, 0].max() == pytest.approx(bottom, abs=4)
 
 
 def test_outliers_are_red_in_the_photos():

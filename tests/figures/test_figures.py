@@ -13,7 +13,7 @@ from vit_jax.base import UserError, tree_names
 from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.figures import cka as layer_similarity
-from vit_jax.figures import figure, head_subsets, layers, style
+from vit_jax.figures import figure, head_subsets, layers
 from vit_jax.models import Backbone, ResNetConfig, build, variant
 
 VIT = tiny.model(image_size=(8, 8), patch_size=(4, 4))
@@ -256,20 +256,6 @@ def test_similarity_is_the_cosine_with_the_patch_of_the_same_image_at_the_point(
     expected = np.einsum('brcd,bd->brc', unit, unit[:, *patch])
     np.testing.assert_allclose(found['similarity'], expected, atol=1e-6)
     np.testing.assert_allclose(found['similarity'][:, *patch], 1, rtol=1e-6)
-
-
-@pytest.mark.parametrize('value', [0.0, 0.1])
-def test_equal_features_have_no_colors_and_few_patches_have_few(value):
-    tokens = np.full((1, 1 + 6, 16), value, np.float32)
-    found = compute('features', planted(norm=tokens), wide())
-    assert not found['components'].any()
-    expected = np.full((1, 2, 3), 1 if value else np.nan)
-    np.testing.assert_allclose(found['similarity'], expected, rtol=1e-6)
-    tokens[:, -1] = 1
-    pair = wide(patch_size=(8, 6))  # of 1x2 patches
-    colors = compute('features', planted(norm=tokens[:, -3:]), pair)['components']
-    assert colors.any(axis=(0, 1, 2)).tolist() == [True, False, False]
-    style.png(figure.find_figure('features').draw, found)
 
 
 def test_planted_outliers_are_counted_where_they_are():

@@ -24,7 +24,6 @@ def principal_components(
     """
     width = kernel.shape[-1]
     filters = jnp.asarray(kernel, jnp.float32).reshape(-1, width).T
-    filters = filters - filters[:1]  # equal filters become exactly zero
     centered = filters - filters.mean(axis=0)
     _, deviations, components = jnp.linalg.svd(centered, full_matrices=False)
     variances, components = (deviations**2)[: width - 1], components[: width - 1][:count]

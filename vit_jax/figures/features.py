@@ -33,8 +33,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     axes, explained = filters.principal_components(patches.reshape(-1, patches.shape[-1]).T, 3)
     weights = np.pad(axes, ((0, 3 - len(axes)), (0, 0)))  # zeros if there are fewer than three
     shown = patches[:_SHOWN]
-    # Subtracting one patch makes equal features exactly zero.
-    maps = np.einsum('kd,bnd->kbn', weights, shown - shown[0, 0]).reshape(3, len(shown), *grid)
+    maps = np.einsum('kd,bnd->kbn', weights, shown).reshape(3, len(shown), *grid)
     x, y = images.point
     row, column = (min(int(place * n), n - 1) for place, n in zip((y, x), grid, strict=True))
     chosen = row * grid[1] + column

@@ -17,6 +17,7 @@ import jax
 from vit_jax import load
 from vit_jax.base import UserError, require
 from vit_jax.cli import app
+from vit_jax.data.sources.base import Source, renumber_classes
 from vit_jax.evaluation import imagenet_suite
 
 TABLE = pathlib.Path(__file__).with_suffix('.csv')
@@ -31,19 +32,22 @@ def main(arguments: argparse.Namespace) -> int:
         rows = [*csv.DictReader(file)]
     unknown = {*arguments.names} - {row['name'] for row in rows}
     require(not unknown, f'{sorted(unknown)}: not in {TABLE}; add a row')
-    for row in rows if arguments.data else []:
-        if row['name'] in arguments.names or not (arguments.names or row['measured']):
-            measure(row, arguments.data)
-            write_table(rows)
+    if arguments.data:
+        source = _VAL.open(pathlib.Path(arguments.data))
+        for row in rows:
+            if row['name'] in arguments.names or not (arguments.names or row['measured']):
+                measure(row, source)
+                write_table(rows)
     PAGE.write_text(page(rows))
     return 0
 
 
-def measure(row: dict[str, str], data: str) -> None:
+def measure(row: dict[str, str], source: Source) -> None:
     """Writes the accuracy into the row; prints why if the checkpoint cannot be measured."""
     try:
         model = load(row['name'])
-        found = imagenet_suite.evaluate(_VAL, model, pathlib.Path(data), batch_size=128)
+        images = renumber_classes(source, imagenet_suite.get_class_names(model))
+        found = imagenet_suite.evaluate(_VAL, model, images, batch_size=128)
     except UserError as error:
         print(f'{row["name"]}: {error}')
         return

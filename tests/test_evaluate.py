@@ -117,7 +117,7 @@ def test_predictions_and_mistakes_are_those_of_the_logits(tmp_path):
     expected.sort(key=lambda one: -float(one['probability']))
     assert wrong == expected
     sheet = np.asarray(Image.open(tmp_path / 'csv' / 'mistakes.png'))
-    digit = make_opener()('digits', 'test[:50]').read(int(wrong[0]['image']))[0]
+    digit = make_opener()('digits', 'test').read(int(wrong[0]['path'][len('digits/test[') : -1]))[0]
     np.testing.assert_array_equal(sheet[8:200:24, 8:200:24, 0], digit)  # 8 pixels enlarged to 192
 
 

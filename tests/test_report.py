@@ -71,7 +71,7 @@ def test_a_page_has_results_curves_events_and_differences(tmp_path):
     assert 'a/run: 1, b/run: 1.' in page
     assert rows[-2:] == ['run | a/run -> run', 'b/run | batch_size: 16 -> 32']
     pictures = re.findall('<img src="(.{22})', page)
-    assert pictures == ['data:image/png;base64,'] * 6
+    assert pictures == ['data:image/png;base64,'] * 5
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
     for title in 'Loss', 'Few-shot accuracy', 'Learning rate', 'Wall time':
         assert f'<h2>{title}</h2>' in page
@@ -95,7 +95,7 @@ def test_numbers_alone_have_a_page(tmp_path):
         (tmp_path / 'run' / name).unlink()
     page = page_of(tmp_path, folder)
     assert cells(page)[1] == 'run | at step 30 | 1.5 | 200 | 43.75% | 37.50% | 0:00:00'
-    assert '<h2>Wall time</h2>' in page and page.count('<img') == 5
+    assert '<h2>Wall time</h2>' in page and page.count('<img') == 4
 
 
 def test_numbers_are_by_kind_name_and_step(tmp_path):

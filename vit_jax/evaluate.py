@@ -16,6 +16,7 @@ import argparse
 import csv
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -27,7 +28,6 @@ import numpy as np
 from PIL import Image
 
 from vit_jax.base import (
-    MissingFile,
     UserError,
     atomic_write,
     make_folder,
@@ -40,11 +40,11 @@ from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.remote import redact
 from vit_jax.cli import app, output
 from vit_jax.data.image_decoding import decode
-from vit_jax.data.sources.base import Source, make_names_relative
+from vit_jax.data.sources.base import Source, renumber_classes
 from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener
 from vit_jax.evaluation import head, imagenet_suite
 from vit_jax.evaluation.head import HeadReport, Prediction
-from vit_jax.figures import bitmaps, curves, style
+from vit_jax.figures import bitmaps
 from vit_jax.predict import open_output, require_new
 from vit_jax.pretrained import LoadedModel, load
 from vit_jax.studies import lineage, results
@@ -52,6 +52,8 @@ from vit_jax.studies import lineage, results
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 RELIABILITY, SUITE = 'reliability.png', 'suite.json'
 MISTAKES, SHEET = 'mistakes.csv', 'mistakes.png'
+_NOT_IN_SUITES = 'split', 'labels', 'mistakes', 'predictions', 'by_order', 'only_data_classes'
+_MAX_LOGITS = 2**29  # logits that are kept for the calibration: 2 GiB
 _SHOWN = 10  # printed classes, and printed confusions
 _TILES = 48  # images in the contact sheet of mistakes
 
@@ -72,7 +74,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     """Raises UserError if flags do not fit together, or if a file exists already."""
     out, mistakes, predictions = arguments.out, arguments.mistakes, arguments.predictions
     if arguments.suite:
-        unused = [n for n in ('split', 'labels', 'mistakes', 'predictions') if vars(arguments)[n]]
+        unused = [n for n in _NOT_IN_SUITES if vars(arguments)[n]]
         wrong = f'--{"".join(unused[:1])}: not used with --suite; leave it out'
         require(not unused, wrong)
     for folder in filter(None, (out, mistakes)):
@@ -87,11 +89,12 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     origin = lineage.find_source_run(arguments.checkpoint)
     data: str = arguments.data or (origin.data if origin else '')
     require(bool(data), f'--data: missing; expected labeled images: {EXPECTED}')
-    split = arguments.split or (origin.choose_split(data) if origin else 'test')
+    own_split = origin.find_split(data) if origin else None
+    split: str = arguments.split or own_split or 'test'
     open_split = make_opener(origin.held_out if origin else None)
     source = open_split(data, split, arguments.labels)
-    trained = len(origin.find_training_images(source)) if origin else 0
     source = head.match_classes(source, loaded, by_order=arguments.by_order)
+    trained = len(origin.find_training_images(source)) if origin else 0
     unreadable, total = list[str](), -(-len(source) // arguments.batch_size)
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     with output.progress_bar() as bar:
@@ -101,11 +104,12 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             batch_size=arguments.batch_size,
             relabeled=_are_relabeled(open_split, data, split, arguments.labels),
             only_data_classes=arguments.only_data_classes,
+            calibrate=len(source) * len(source.class_names) <= _MAX_LOGITS,
             watch=functools.partial(bar.track, total=total, description='batches'),
         )
     images, classes = plural(report.num_images, 'image'), plural(len(report.classes), 'class')
     print(f'{data}, {split}: {images} of {classes}')
-    if origin and not arguments.split and split == origin.choose_split(data):
+    if origin and own_split and not arguments.split:
         print(f'{split}: the evaluated split of {origin.workdir}; --split=NAME selects another')
     if arguments.by_order or not loaded.class_names:
         pairs = [f'{number} = {name}' for number, name in enumerate(source.class_names)]
@@ -127,7 +131,8 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         path = pathlib.Path(arguments.predictions)
         written.append(_write_predictions(path, report.predictions))
     if arguments.mistakes:
-        written += _write_mistakes(pathlib.Path(arguments.mistakes), report, source)
+        folder, most = pathlib.Path(arguments.mistakes), arguments.max_pixels
+        written += _write_mistakes(folder, report, source, max_pixels=most)
     if written:
         print(f'\nwritten: {", ".join(map(str, written))}')
     return output.report_unreadable(unreadable, len(source))
@@ -155,11 +160,11 @@ def _describe_report(report: HeadReport) -> list[str]:
     lines = [f'{_format_name(n):<24}{results.text_of(n, x):>8}' for n, x in means.items()]
     if found is not None:
         lines.append(f'{"calibration error (ECE)":<24}{found.scores.calibration_error:>8.2%}')
-        lines.append(f'{"temperature":<24}{found.temperature:>8.3g}  fitted to one half')
+        lines.append(f'{"temperature":<24}{found.temperature:>8.3g}  fitted to a random half')
         before, after = found.before, found.after
         text = f'ECE {before.calibration_error:.2%} -> {after.calibration_error:.2%}'
         text += f', negative log-likelihood {before.nll:.4g} -> {after.nll:.4g}'
-        lines.append(f'  its effect on the other half: {text}')
+        lines.append(f'  on the other half: {text}')
     known = 'average_precision', 'recall', 'accuracy', 'precision'
     names = [name for name in known if name in report.classes[0]]
     worst = sorted(report.classes, key=lambda one: one[names[0]])[:_SHOWN]
@@ -214,9 +219,14 @@ def _write_report(
         names += [MATRIX, PICTURE]
     if (found := report.calibration) is not None:
         values['calibration'] = dataclasses.asdict(found)
-        with atomic_write(folder / RELIABILITY) as partial:
-            partial.write_bytes(style.png(curves.draw_reliability, found))
-        names.append(RELIABILITY)
+        if importlib.util.find_spec('matplotlib'):
+            from vit_jax.figures import curves, style
+
+            with atomic_write(folder / RELIABILITY) as partial:
+                partial.write_bytes(style.png(curves.draw_reliability, found))
+            names.append(RELIABILITY)
+        else:
+            print(f"{RELIABILITY} needs matplotlib: pip install 'vit_jax[plots]'")
     write_json(folder / NUMBERS, values)
     return [folder / name for name in names]
 
@@ -228,24 +238,29 @@ def _save_picture(path: pathlib.Path, picture: Image.Image) -> None:
 
 def _write_predictions(path: pathlib.Path, rows: Sequence[Prediction]) -> pathlib.Path:
     """Writes predictions as JSON lines if the path ends with .jsonl, else as CSV."""
-    form = 'jsonl' if path.suffix.lower() == '.jsonl' else 'csv'
+    form, names = 'jsonl' if path.suffix.lower() == '.jsonl' else 'csv', Prediction._fields[1:]
     with open_output(str(path), form) as file:
         if form == 'jsonl':
-            file.writelines(f'{json.dumps(row._asdict())}\n' for row in rows)
+            lines = (dict(zip(names, row[1:], strict=True)) for row in rows)
+            file.writelines(f'{json.dumps(line)}\n' for line in lines)
         else:
-            csv.writer(file, lineterminator='\n').writerows([Prediction._fields, *rows])
+            csv.writer(file, lineterminator='\n').writerows([names, *(row[1:] for row in rows)])
     return path
 
 
-def _write_mistakes(folder: pathlib.Path, report: HeadReport, source: Source) -> list[pathlib.Path]:
+def _write_mistakes(
+    folder: pathlib.Path, report: HeadReport, source: Source, *, max_pixels: int
+) -> list[pathlib.Path]:
     """Writes the wrong predictions, most confident first, and a contact sheet of the first ones."""
-    wrong = [one for one in report.predictions if not one.correct]
+    wrong = [one for one in report.predictions if one.label and not one.correct]
     wrong.sort(key=lambda one: -one.probability)
     written, tiles = [_write_predictions(folder / MISTAKES, wrong)], []
     for one in wrong[:_TILES]:
-        (name,) = make_names_relative([one.path], source.data)
+        name = os.path.basename(one.path)
         lines = f'true: {one.label}', f'{one.probability:.0%}: {one.predicted}', name
-        tiles.append((decode(source.read(one.image)[0], exif_rotation=True), lines))
+        image = source.read(one.number)[0]
+        tiles.append((decode(image, exif_rotation=True, max_pixels=max_pixels), lines))
+    (folder / SHEET).unlink(missing_ok=True)
     if tiles:
         _save_picture(folder / SHEET, bitmaps.draw_contact_sheet(tiles))
         written.append(folder / SHEET)
@@ -254,35 +269,39 @@ def _write_mistakes(folder: pathlib.Path, report: HeadReport, source: Source) ->
 
 def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     """Prints a line per test set, and how to get the missing ones; writes suite.json."""
-    unreadable, missing = list[str](), dict[str, str]()
-    found = dict[str, dict[str, float]]()
-    root, size = pathlib.Path(arguments.data or '.'), arguments.batch_size
-    options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
+    class_names = imagenet_suite.get_class_names(loaded)
+    root, unreadable = pathlib.Path(arguments.data or '.'), list[str]()
+    means, missing, mce = dict[str, dict[str, float]](), dict[str, str](), None
+    options = {'batch_size': arguments.batch_size, 'max_pixels': arguments.max_pixels}
+    options['on_skipped'] = unreadable.append
     for test_set in imagenet_suite.TEST_SETS:
+        try:
+            source = test_set.open(root)
+        except UserError as error:
+            if test_set.command not in missing.values():
+                print(f'{test_set.name}: left out: {error}; get it with: {test_set.command}')
+            missing[test_set.name] = test_set.command
+            continue
+        source = renumber_classes(source, class_names)
         with output.progress_bar() as bar:
-            watch = functools.partial(bar.track, total=None, description=test_set.name)
-            try:
-                means = imagenet_suite.evaluate(
-                    test_set, loaded, root, batch_size=size, watch=watch, **options
-                )
-            except MissingFile as error:
-                missing.setdefault(test_set.command, str(error))
-                continue
-        found[test_set.name] = means
-        text = ', '.join(f'{_format_name(n)} {results.text_of(n, x)}' for n, x in means.items())
+            total = -(-len(source) // arguments.batch_size)
+            watch = functools.partial(bar.track, total=total, description=test_set.name)
+            found = imagenet_suite.evaluate(test_set, loaded, source, watch=watch, **options)
+        means[test_set.name] = found
+        text = ', '.join(f'{_format_name(n)} {results.text_of(n, x)}' for n, x in found.items())
         print(f'{test_set.name:<22}{text}', flush=True)
-    mce = imagenet_suite.mean_corruption_error(found)
+        mce = imagenet_suite.mean_corruption_error(means)
+        if arguments.out:
+            values = {'data': str(root), 'sets': means, 'mCE': mce, 'missing': missing}
+            values |= _describe_model(loaded, arguments)
+            write_json(pathlib.Path(arguments.out, SUITE), values)
+    require(bool(means), f'{root}: none of the test sets was found')
     if mce is not None:
         print(f'{"c":<22}mCE {mce:.2%}')
-    for command, reason in missing.items():
-        print(f'left out: {reason}; to get it, run in {root}: {command}')
-    require(bool(found), f'{root}: none of the test sets was found')
     if arguments.out:
-        path = pathlib.Path(arguments.out, SUITE)
-        values = {'data': str(root), 'sets': found, 'mCE': mce, 'missing': [*missing.values()]}
-        write_json(path, values | _describe_model(loaded, arguments))
-        print(f'\nwritten: {path}')
-    return output.report_unreadable(unreadable, sum(int(m['images']) for m in found.values()))
+        print(f'\nwritten: {os.path.join(arguments.out, SUITE)}')
+    readable = sum(int(each['images']) for each in means.values())
+    return output.report_unreadable(unreadable, readable + len(unreadable))
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -136,14 +136,9 @@ def _skipped(runs: Sequence[History]) -> Section:
 
 
 def _time(runs: Sequence[History]) -> Section:
-    from vit_jax.figures import curves, style  # matplotlib is an extra
-
-    title, spent = 'Wall time', {run.name: run.seconds for run in runs if run.seconds}
-    if not spent:
-        return Section(title, _TIME, left_out='No run has written events.jsonl yet.')
-    caption = '; '.join(f'{name}: {reporter.format_seconds(s)}' for name, s in spent.items())
-    picture = Picture(style.png(curves.draw_time_shares, spent), 'shares of the wall time', caption)
-    return Section(title, _TIME, [picture])
+    spent = [f'{run.name}: {reporter.format_seconds(run.seconds)}' for run in runs if run.seconds]
+    left_out = None if spent else 'No run has written events.jsonl yet.'
+    return Section('Wall time', f'{_TIME} {"; ".join(spent)}', left_out=left_out)
 
 
 def _differences(runs: Sequence[History]) -> Section:

@@ -6,7 +6,6 @@ import scipy.special
 from sklearn import metrics
 
 from vit_jax.evaluation import calibration
-from vit_jax.evaluation.calibration import Bin
 
 
 def draw(*, temperature, count=20_000, classes=5):
@@ -31,7 +30,8 @@ def test_calibration_error_is_the_weighted_gap_of_the_bins():
     """Four images of confidence 0.55 with one hit, and one of confidence 0.95 without a hit."""
     confidences, correct = np.array([0.55] * 4 + [0.95]), np.array([1, 0, 0, 0, 0], bool)
     low, high = calibration.fill_bins(confidences, correct)
-    assert low == Bin(4, pytest.approx(0.55), 0.25) and high == Bin(1, pytest.approx(0.95), 0)
+    assert (low.images, low.accuracy, high.images, high.accuracy) == (4, 0.25, 1, 0)
+    assert (low.confidence, high.confidence) == (pytest.approx(0.55), pytest.approx(0.95))
     odds = np.log(confidences / (1 - confidences))
     found = calibration.score(np.stack([odds, 0 * odds], axis=1), 1 - correct.astype(int))
     assert found.calibration_error == pytest.approx((4 * 0.3 + 0.95) / 5)

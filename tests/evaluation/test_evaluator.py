@@ -160,7 +160,7 @@ def test_features_are_those_of_the_model_and_nan_if_unreadable():
         with_unreadable(SOURCE, 9), network.preprocessing, (8, 8), on_unreadable='skip'
     )
     extract = features.make_feature_evaluator(
-        network.model, network.preprocessing, batches_on_all_devices(reader, 8), exact=True
+        network.model, network.preprocessing, batches_on_all_devices(reader, 8)
     )
     indices = np.array([4, 9, 2])
     found = features.make_feature_function(extract, network.params)(reader, indices)

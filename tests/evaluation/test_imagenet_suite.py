@@ -14,6 +14,7 @@ from tests.networks import loaded
 from vit_jax.base import MissingFile, UserError
 from vit_jax.data import imagenet_classes
 from vit_jax.data.image_preprocessing import CentralCrop
+from vit_jax.data.sources.base import renumber_classes
 from vit_jax.evaluation import head, imagenet_suite
 
 IDS, NAMES = imagenet_classes.ids(), imagenet_classes.names()
@@ -46,6 +47,12 @@ def write_image(path, value):
     cv2.imwrite(str(path), rng.integers(0, 255, (20, 20, 3), np.uint8))
 
 
+def run(name, model, root):
+    names = imagenet_suite.get_class_names(model)
+    source = renumber_classes(SETS[name].open(root), names)
+    return imagenet_suite.evaluate(SETS[name], model, source, batch_size=32)
+
+
 def accuracy_by_hand(network, paths, labels, allowed, cut=0):
     """Top-1 accuracy with the other logits removed; `labels` are lists of class numbers."""
     images = [cv2.imread(str(p))[..., ::-1] for p in paths]
@@ -63,7 +70,7 @@ def test_only_the_classes_of_a_and_r_are_predicted(network, tmp_path, name, fold
     paths = [tmp_path / folder / IDS[n] / 'x.png' for n in numbers]
     for number, path in zip(numbers, paths, strict=True):
         write_image(path, number)
-    found = imagenet_suite.evaluate(SETS[name], network, tmp_path, batch_size=64)
+    found = run(name, network, tmp_path)
     source = SETS[name].open(tmp_path)
     present = ~head.find_absent_classes(head.match_classes(source, network, by_order=False))
     assert np.flatnonzero(present).tolist() == sorted(numbers)
@@ -89,7 +96,7 @@ def test_objectnet_accepts_any_counterpart_and_crops_the_frame(network, tmp_path
     clocks, jeans = [409, 530], [608]  # class numbers of the counterparts
     right = [clocks] * 16 + [jeans] * 16
     by_hand = functools.partial(accuracy_by_hand, network, paths[:32], allowed=clocks + jeans)
-    found = imagenet_suite.evaluate(SETS['objectnet'], network, tmp_path, batch_size=16)
+    found = run('objectnet', network, tmp_path)
     assert found['accuracy'] == by_hand(labels=right, cut=2) and found['images'] == 32
     absent = head.find_absent_classes(SETS['objectnet'].open(tmp_path))
     assert np.flatnonzero(~absent).tolist() == clocks + jeans
@@ -126,11 +133,11 @@ def test_corrupted_images_are_resized_whole_and_all_severities_count(network, tm
     for path in paths:
         path.parent.mkdir(parents=True)
         cv2.imwrite(str(path), pixels[..., ::-1])
-    found = imagenet_suite.evaluate(SETS['c/fog'], cropping, tmp_path, batch_size=8)
+    found = run('c/fog', cropping, tmp_path)
     assert found['images'] == 5 and found['accuracy'] == 1
     paths[0].unlink()
     with pytest.raises(UserError, match='fog/1'):
-        imagenet_suite.evaluate(SETS['c/fog'], network, tmp_path, batch_size=8)
+        run('c/fog', network, tmp_path)
 
 
 def test_the_mean_corruption_error_is_relative_to_alexnet():
@@ -153,9 +160,8 @@ def test_missing_sets_are_named_and_other_models_rejected(network, tmp_path):
         model = dataclasses.replace(
             network, card=dataclasses.replace(network.card, class_names=names)
         )
-        found = imagenet_suite.evaluate(SETS['sketch'], model, tmp_path, batch_size=8)
+        found = run('sketch', model, tmp_path)
         assert found['images'] == 1
-    for names, wrong in (('a', 'b'), 'no class in common'), ((), "ImageNet's 1,000"):
-        other = loaded(tiny.model(num_classes=2), class_names=names)
-        with pytest.raises(UserError, match=wrong):
-            imagenet_suite.evaluate(SETS['sketch'], other, tmp_path, batch_size=8)
+    for names in ('a', 'b'), ():
+        with pytest.raises(UserError, match="ImageNet's 1,000"):
+            run('sketch', loaded(tiny.model(num_classes=2), class_names=names), tmp_path)

@@ -24,7 +24,7 @@ from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.data.loading import ImageReader, count_cores
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, Watch, make_evaluator
-from vit_jax.models import Model, ViTConfig, with_highest_precision
+from vit_jax.models import Model, ViTConfig
 from vit_jax.training.losses import BatchSums
 
 # Maps a reader and image indices to features (n d) in host memory; NaN for unreadable images.
@@ -32,20 +32,19 @@ FeatureFn = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d
 
 
 def make_feature_evaluator(
-    model: Model, preprocessing: Preprocessing, batches: BatchMaker, *, exact: bool = False
+    model: Model, preprocessing: Preprocessing, batches: BatchMaker
 ) -> Evaluator:
-    """Makes an evaluator whose outputs are `features`; `exact` selects full float32 precision.
+    """Makes an evaluator whose outputs are `features`.
 
     Raises:
       UserError: If the model has no features of the whole image.
     """
     if isinstance(model.config, ViTConfig) and model.config.pool == 'none':
         raise UserError('fewshot: pool=none has features per token; expected one vector per image')
-    features = with_highest_precision(model.features) if exact else model.features
 
     def sums(params: Params, batch: Batch) -> BatchSums:
         images = normalize(batch['images'], preprocessing)
-        return BatchSums({}, batch['mask'].sum(), {'features': features(params, images)})
+        return BatchSums({}, batch['mask'].sum(), {'features': model.features(params, images)})
 
     return make_evaluator(sums, batches)
 

@@ -36,7 +36,7 @@ _EXCLUDED = -1e30
 class Prediction(NamedTuple):
     """The prediction for one image."""
 
-    image: int  # index of the image in the split
+    number: int  # index of the image in the source
     path: str  # name of the image
     label: str  # its class; several classes are separated by semicolons
     predicted: str  # the most probable class

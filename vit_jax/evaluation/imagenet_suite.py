@@ -6,9 +6,10 @@ of ILSVRC 2012, which the model must have.
 
 import csv
 import dataclasses
+import functools
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, require, usable
@@ -24,7 +25,6 @@ from vit_jax.data.sources.base import (
     labeled_source,
     multi_hot,
     read_file,
-    renumber_classes,
     replace_labels,
 )
 from vit_jax.data.sources.folders import files_by_class, image_files
@@ -47,15 +47,21 @@ class TestSet(NamedTuple):
         """Opens the set, whose classes are WordNet ids. Raises MissingFile if it is missing."""
         if self.name in _OPENERS:
             return _OPENERS[self.name](root)
-        if self.alexnet_error is None:
-            return _open_folder(_FOLDERS[self.name], root)
         return join([_open_folder(f'imagenet-{self.name}/{level}', root) for level in range(1, 6)])
+
+
+def get_class_names(loaded: LoadedModel) -> tuple[str, ...]:
+    """Returns the names of the model's classes. Raises UserError unless there are 1,000."""
+    names, count = loaded.class_names or imagenet_classes.ids(), loaded.config.num_classes
+    wrong = f'--suite=imagenet: the checkpoint has {count} classes'
+    require(count == len(names) == 1000, f"{wrong}; expected ImageNet's 1,000")
+    return names
 
 
 def evaluate(
     test_set: TestSet,
     loaded: LoadedModel,
-    root: pathlib.Path,
+    source: Source,
     *,
     batch_size: int,
     watch: Watch = iter,
@@ -66,23 +72,14 @@ def evaluate(
     Args:
       test_set: The test set.
       loaded: A classifier of ImageNet's classes.
-      root: The folder that contains the folder of the test set.
+      source: The opened test set, with the classes of the model (see `get_class_names`).
       batch_size: Images per batch.
       watch: Wraps the iterator of batches, for example to show progress.
       **options: Further fields of `ImageReader`.
 
     Returns:
       Mean metrics by name, and the number of `images`.
-
-    Raises:
-      MissingFile: If the test set is missing.
-      UserError: If its files are damaged, or the model has other classes.
     """
-    names = loaded.class_names or imagenet_classes.ids()
-    wrong = f'the checkpoint has {loaded.config.num_classes} outputs without names of classes'
-    fits = len(names) == loaded.config.num_classes
-    require(fits, f"{wrong}; expected ImageNet's 1,000 classes")
-    source = renumber_classes(test_set.open(root), names)
     reader = head.make_model_reader(loaded, source, **options)
     if test_set.alexnet_error is not None:  # the images of ImageNet-C are cropped already
         crop = loaded.preprocessing.crop
@@ -109,16 +106,19 @@ def mean_corruption_error(means: Mapping[str, Mapping[str, float]]) -> float | N
 
 
 def _open_val(root: pathlib.Path) -> Source:
-    if imagenet.KIND.recognizes(str(root)):
-        return imagenet.KIND.open_splits(str(root))['val']()
-    return _open_folder('val', root)
+    """Opens folders of classes, or ImageNet's own files (see `imagenet.py`)."""
+    if any(path.is_dir() for path in (root / 'val').glob('n*')):
+        return _open_folder('val', root)
+    splits = imagenet.KIND.open_splits(str(root))
+    if 'val' not in splits:
+        raise MissingFile(f'{root / "val"}: missing')
+    return splits['val']()
 
 
 def _open_real(root: pathlib.Path) -> Source:
     labels = root / 'real.json'
-    source = _open_val(root)
     _require_path(labels)
-    return drop_unlabeled(replace_labels(source, str(labels)))
+    return drop_unlabeled(replace_labels(_open_val(root), str(labels)))
 
 
 def _open_folder(name: str, root: pathlib.Path) -> Source:
@@ -161,15 +161,17 @@ def _read_without_border(path: str) -> EncodedImage:
     return image[_BORDER:-_BORDER, _BORDER:-_BORDER]
 
 
-_FOLDERS = {'a': 'imagenet-a', 'r': 'imagenet-r', 'sketch': 'sketch'}
-_OPENERS = {'val': _open_val, 'real': _open_real, 'v2': _open_v2, 'objectnet': _open_objectnet}
-_TABLE = pathlib.Path(__file__).with_suffix('.csv').read_text().splitlines()
+_OPENERS: dict[str, Callable[[pathlib.Path], Source]] = {
+    'val': _open_val,
+    'real': _open_real,
+    'v2': _open_v2,
+    'a': functools.partial(_open_folder, 'imagenet-a'),
+    'r': functools.partial(_open_folder, 'imagenet-r'),
+    'sketch': functools.partial(_open_folder, 'sketch'),
+    'objectnet': _open_objectnet,
+}
+_ROWS = csv.reader(pathlib.Path(__file__).with_suffix('.csv').read_text().splitlines()[1:])
 TEST_SETS = tuple(
-    TestSet(
-        row['name'],
-        bool(row['only_data_classes']),
-        float(row['alexnet_error']) if row['alexnet_error'] else None,
-        row['command'],
-    )
-    for row in csv.DictReader(_TABLE)
+    TestSet(name, bool(only), float(error) if error else None, command)
+    for name, only, error, command in _ROWS
 )

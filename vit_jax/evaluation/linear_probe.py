@@ -25,7 +25,8 @@ from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import select
 from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import BatchMaker, Watch, make_evaluator
-from vit_jax.models import Model, ViTConfig, apply_final_norm
+from vit_jax.models import Model, ViTConfig
+from vit_jax.models.model import apply_final_norm
 from vit_jax.training.losses import BatchSums, make_targets, sum_examples
 
 RATES = *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3), *(1e-2, 2e-2, 5e-2, 0.1)
@@ -138,6 +139,9 @@ class LinearProbe:
         wrong = f'config.fewshot.linear_probe.blocks={self.config.blocks}'
         depth = getattr(self.model.config, 'depth', 0)  # a ResNet has no blocks
         require(max(self.config.blocks) <= depth, f'{wrong}: the model has {depth} ViT blocks')
+        size, where = self.config.batch_size, 'config.fewshot.linear_probe.batch_size'
+        meshes.check_batch_size(size, self.batches.mesh, accumulation_steps=1)
+        loading.check_memory(size, self.model.config.image_size, where)
 
     def compute_vectors(self, params: Params, images: Num[Array, 'b h w c']) -> Vectors:
         """Computes the vectors of images of 0 to 255. Each block keeps two vectors per image."""
@@ -147,7 +151,7 @@ class LinearProbe:
         def reduce(tokens: Float[Array, 'b n d']) -> Float[Array, '2 b d']:
             tokens = apply_final_norm(vit, params, tokens.astype(jnp.float32))
             mean = tokens[:, vit.num_prefix_tokens :].mean(axis=1)
-            return jnp.stack([tokens[:, 0] if vit.num_class_tokens else mean, mean])
+            return jnp.stack([tokens[:, 0] if vit.num_class_tokens in (1, 2) else mean, mean])
 
         images = normalize(images, self.preprocessing)
         blocks = self.model.capture(params, images, {'tokens': reduce})[1]['tokens'][-count:]

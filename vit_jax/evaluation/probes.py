@@ -111,8 +111,9 @@ def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: tuple[int, ...]) -
     def vote(features: Float[Array, 'd']) -> Int[Array, 'q']:
         similarity = jnp.matmul(training, features, precision='highest')
         near, index = jax.lax.top_k(similarity, counts.max())
-        votes = jax.nn.one_hot(jnp.asarray(labels)[index], len(classes))
-        return jnp.matmul(jnp.exp((near - 1) / TEMPERATURE) * is_neighbor, votes).argmax(axis=-1)
+        weights = jnp.exp((near - 1) / TEMPERATURE) * is_neighbor
+        votes = jnp.zeros((len(counts), len(classes)))
+        return votes.at[:, jnp.asarray(labels)[index]].add(weights).argmax(axis=-1)
 
     votes_of = jax.jit(functools.partial(jax.lax.map, vote, batch_size=_CHUNK))
     predicted = classes[np.asarray(votes_of(_unit(test.features)))]

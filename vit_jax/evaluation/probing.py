@@ -132,13 +132,19 @@ def _require_suitable(train: Source, test: Source, drawn: EpisodesConfig | None)
         episodes.find_classes(test.labels, test.class_names, drawn, shots=max(drawn.shots))
 
 
-def evaluate(features_of: FeatureFn, sets: Probes, preprocessing: Preprocessing) -> dict[str, Any]:
+def evaluate(
+    features_of: FeatureFn,
+    sets: Probes,
+    preprocessing: Preprocessing,
+    train_linear: Callable[[ImageReader, ImageReader], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Evaluates all probes of all data sets.
 
     Args:
       features_of: Computes features.
       sets: Opened data sets.
       preprocessing: Preprocessing of the experiment, which the result states.
+      train_linear: Trains and tests the linear probe (see `LinearProbe`); None: no linear probe.
 
     Returns:
       Results and protocol of each data set, and reasons for missing ones, as JSON.
@@ -155,6 +161,8 @@ def evaluate(features_of: FeatureFn, sets: Probes, preprocessing: Preprocessing)
             'preprocessing': records.to_dict(used),
         }
         results[name] = protocol | _evaluate_probe(features_of, probe, sets.config)
+        if train_linear is not None:
+            results[name]['linear_probe'] = train_linear(*probe)
     return {'sets': results, 'missing': sets.missing}
 
 
@@ -173,9 +181,10 @@ def _evaluate_probe(features_of: FeatureFn, probe: Probe, config: FewshotConfig)
         train, drawn_features = _labeled(probe.train, features, notes), features.__getitem__
     if config.neighbors:
         few = f'is skipped, because there are {plural(len(train.labels), "training image")}'
-        possible = tuple(k for k in config.neighbors if k <= len(train.labels)) or config.neighbors
+        possible = tuple(k for k in config.neighbors if k <= len(train.labels))
         notes += [f'knn {k} {few}' for k in config.neighbors if k not in possible]
-        result['knn'] = {'accuracy': probes.evaluate_knn(train, test, neighbors=possible)}
+        knn = probes.evaluate_knn(train, test, neighbors=possible) if possible else {}
+        result['knn'] = {'accuracy': knn}
     if config.logistic is not None:
         fitted = probes.evaluate_logistic(train, test, config.logistic)
         if not fitted.converged:

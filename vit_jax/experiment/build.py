@@ -138,9 +138,6 @@ def build_experiment(
     if config.total is None:
         raise UserError('config.total: not set; expected a length, such as --config.total.epochs=7')
 
-    wrong = 'config.fewshot.linear_probe: not used in training; run vit_jax.fewshot on a checkpoint'
-    require(config.fewshot is None or config.fewshot.linear_probe is None, wrong)
-
     opener = make_opener(config.held_out)
     train, evaluated = _open_data(config, opener)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
@@ -189,6 +186,8 @@ def build_experiment(
 
 def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, Source]]:
     """Opens the training images, and the images of each evaluation by name."""
+    wrong = 'config.fewshot.linear_probe: not used in training; run vit_jax.fewshot on a checkpoint'
+    require(config.fewshot is None or config.fewshot.linear_probe is None, wrong)
     train = opener(config.data, config.train_split, classes=config.classes)
     evaluated = {
         name: opener(one.data or config.data, one.split, one.labels, config.classes)

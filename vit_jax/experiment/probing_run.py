@@ -1,10 +1,12 @@
 """Runs the few-shot evaluation of a checkpoint in a work directory, without training."""
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
 import jax
+from rich.console import Console
 
 from vit_jax.base import Path, UserError, records, write_json
 from vit_jax.checkpoints.digests import digest_model
@@ -19,8 +21,8 @@ from vit_jax.evaluation.linear_probe import LinearProbe
 from vit_jax.experiment import data_manifest, workdirs
 from vit_jax.experiment.build import make_eval_batches, make_mesh, make_readers, open_start
 from vit_jax.experiment.reporter import make_console
-from vit_jax.models import abstract_params, build, with_highest_precision
-from vit_jax.models.compute import resolve_compute
+from vit_jax.models import Compute, Model, ModelConfig, abstract_params, build
+from vit_jax.models.compute import resolve_compute, with_highest_precision
 
 
 def probe(
@@ -51,21 +53,17 @@ def probe(
     card, preprocessing = start.card, start.card.preprocessing
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
 
-    size = config.image_size or card.model.image_size
+    size, mesh = config.image_size or card.model.image_size, make_mesh(config)
     body = dataclasses.replace(remove_head(card.model), image_size=size)
     compute = resolve_compute(config.compute, body, platform=jax.default_backend())
-    dtype, mesh = compute.dtype, make_mesh(config)
     check_memory(config.eval_batch_size or config.batch_size, size, 'config.eval_batch_size')
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
-    model, exact = build(body, compute=compute), dtype == 'float32'
-    evaluator = features.make_feature_evaluator(model, preprocessing, batches, exact=exact)
-    console, linear = make_console(job), None
+    model, console = _build_exact(body, compute), make_console(job)
+    evaluator = features.make_feature_evaluator(model, preprocessing, batches)
+    linear = None
     if (settings := fewshot.linear_probe) is not None:
-        meshes.check_batch_size(settings.batch_size, mesh, accumulation_steps=1)
-        check_memory(settings.batch_size, size, 'config.fewshot.linear_probe.batch_size')
-        probed = model._replace(capture=with_highest_precision(model.capture)) if exact else model
-        linear = LinearProbe(settings, probed, preprocessing, batches, job.tick_each, console.print)
+        linear = LinearProbe(settings, model, preprocessing, batches, job.tick_each, console.print)
 
     values = records.to_dict(config)
     sources = data_manifest.name_sources(None, [], probes) if job.count > 1 else {}
@@ -81,14 +79,28 @@ def probe(
         placed = meshes.put(params, shardings)
         features_of = features.make_feature_function(evaluator, placed, watch=job.tick_each)
         if fewshot.feature_cache is not None and job.count == 1:
-            digest = digest_model(body, params, preprocessing=preprocessing, dtype=dtype)
+            digest = digest_model(body, params, preprocessing=preprocessing, dtype=compute.dtype)
             features_of = features.cache(features_of, pathlib.Path(fewshot.feature_cache), digest)
-        result = probing.evaluate(features_of, probes, preprocessing)
-        if linear is not None:
-            for name, readers in probes.by_name.items():
-                result['sets'][name]['linear_probe'] = linear.evaluate(placed, *readers)
+        train_linear = functools.partial(linear.evaluate, placed) if linear is not None else None
+        result = probing.evaluate(features_of, probes, preprocessing, train_linear)
         result |= {'step': card.step, 'checkpoint': start.path} | origin
         if job.index == 0:
             workdir.check_held()
-            write_json(workdir.folder / workdirs.FEWSHOT, result)
+            _write_result(workdir.folder / workdirs.FEWSHOT, result, console)
     return result, workdir.folder / workdirs.FEWSHOT
+
+
+def _write_result(path: Path, result: dict[str, Any], console: Console) -> None:
+    """Writes the result. Prints a line if it replaces an earlier one."""
+    if path.exists():
+        console.print(f'{path}: replaced')
+    write_json(path, result)
+
+
+def _build_exact(config: ModelConfig, compute: Compute) -> Model:
+    """Builds a model without a head. With dtype=float32, its products have full precision."""
+    model = build(config, compute=compute)
+    if compute.dtype != 'float32':
+        return model
+    exact = {name: with_highest_precision(getattr(model, name)) for name in ('features', 'capture')}
+    return model._replace(**exact)

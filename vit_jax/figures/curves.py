@@ -1,4 +1,4 @@
-"""Draws training runs: metrics over steps or time, means of studies, and shares of wall time."""
+"""Draws metrics over steps or time, means of studies, and the reliability of probabilities."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -139,24 +139,4 @@ def draw_means(
     axes.grid(axis='y', color='0.9')
     if len(drawn) > 1:
         style.add_legend(drawing, axes)
-    return drawing
-
-
-def draw_time_shares(seconds: Mapping[str, Mapping[str, float]]) -> style.Drawing:
-    """Draws a bar per run with the shares of its wall time by activity."""
-    names = [style.shorten(name, 32) for name in seconds]
-    drawing = style.canvas(_WIDTH, 1.6 + 0.45 * len(names), 'Wall time by activity')
-    axes = drawing.subplots()
-    totals = np.array([sum(each.values()) for each in seconds.values()])
-    left = np.zeros(len(names))
-    for place, part in enumerate(dict.fromkeys(part for each in seconds.values() for part in each)):
-        share = np.array([each.get(part, 0.0) for each in seconds.values()]) / totals
-        color = style.COLORS[place % len(style.COLORS)]
-        axes.barh(range(len(names)), share, left=left, color=color, label=part, height=0.6)
-        left += share
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set(xlim=(0, 1), xlabel='share of the wall time, over all starts')
-    style.add_legend(drawing, axes)
     return drawing

@@ -6,18 +6,11 @@ Sections, appendices, equations and tables without a title are the ViT paper's (
 from vit_jax.models.compute import Compute, Regularization, Remat, with_highest_precision
 from vit_jax.models.config import Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
 from vit_jax.models.masked_patches import Corruption
-from vit_jax.models.model import (
-    Model,
-    abstract_params,
-    apply_final_norm,
-    build,
-    count_multiply_adds,
-    count_params,
-)
+from vit_jax.models.model import Model, abstract_params, build, count_multiply_adds, count_params
 from vit_jax.models.variants import SIZES, variant
 from vit_jax.models.vit import apply_heads
 
 __all__ = ['Corruption', 'Model', 'ModelConfig', 'SIZES', 'apply_heads', 'build', 'variant']
 __all__ += ['Backbone', 'Gelu', 'Pool', 'ResNetConfig', 'ViTConfig']  # architecture
 __all__ += ['Compute', 'Regularization', 'Remat', 'with_highest_precision']  # computation
-__all__ += ['abstract_params', 'apply_final_norm', 'count_multiply_adds', 'count_params']
+__all__ += ['abstract_params', 'count_multiply_adds', 'count_params']

@@ -27,9 +27,9 @@ class SourceRun(NamedTuple):
     training_images: set[tuple[str, int]]  # (image name within the data, size)
     gaps: list[str]  # reasons why `find_training_images` may miss images
 
-    def choose_split(self, data: str) -> str:
-        """Returns the evaluated split if the run used the same data, else `test`."""
-        return self.split if os.path.realpath(self.data) == os.path.realpath(data) else 'test'
+    def find_split(self, data: str) -> str | None:
+        """Returns the evaluated split if the run used the same data, else None."""
+        return self.split if os.path.realpath(self.data) == os.path.realpath(data) else None
 
     def find_training_images(self, source: Source) -> set[int]:
         """Returns the indices of the images that this run or an earlier one was trained on.

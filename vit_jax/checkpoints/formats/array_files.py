@@ -6,6 +6,7 @@ files have none.
 
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import os
@@ -204,6 +205,8 @@ def _safetensors(path: pathlib.Path) -> FileContents:
 
 
 def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
+    how = "pip install 'vit_jax[torch]', or save the weights as safetensors"
+    require(importlib.util.find_spec('torch') is not None, f'a PyTorch file needs torch: {how}')
     import torch
 
     try:

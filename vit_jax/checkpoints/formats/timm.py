@@ -37,10 +37,7 @@ _POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none
 _FIXED = {'parallel': False, 'norm': 'layer', 'qkv_bias': True}
 _FIXED |= {'positions_at': 'stem'}
 # Fields of `ViTConfig` that the arrays do not show.
-_OPTIONS = (
-    *('gelu', 'layer_norm_epsilon', 'pool', 'final_norm', 'registers', 'positions', 'pre_norm'),
-    'qk_norm',
-)
+_OPTIONS = 'gelu layer_norm_epsilon pool final_norm registers positions pre_norm qk_norm'.split()
 # Keys of the preprocessing, in `pretrained_cfg` or, in older files, at the top level; and timm's
 # defaults.
 _IMAGES = {'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}

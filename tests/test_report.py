@@ -95,7 +95,7 @@ def test_numbers_alone_have_a_page(tmp_path):
         (tmp_path / 'run' / name).unlink()
     page = page_of(tmp_path, folder)
     assert cells(page)[1] == 'run | at step 30 | 1.5 | 200 | 43.75% | 37.50% | 0:00:00'
-    assert '<h2>Wall time</h2>' in page and page.count('<img') == 4
+    assert '<h2>Wall time</h2>' in page and page.count('<img') == 5
 
 
 def test_numbers_are_by_kind_name_and_step(tmp_path):

@@ -80,10 +80,9 @@ def test_features_are_computed_only_for_images_that_some_draw_uses():
         asked.extend(indices.tolist())
         return features[indices]
 
-    found, draws, taken = ridge.few_shot(
+    found, draws = ridge.few_shot(
         labels, test, features_of=features_of, shots=(1, 3), seeds=(0, 1), l2=10.0
     )
-    assert set(taken.values()) == {10.0} and taken.keys() == draws.keys()
     assert len(asked) == len(set(asked)) <= 3 * 5 * 2
     assert set(asked) == set(np.concatenate(list(draws.values())).tolist())
     assert found == {

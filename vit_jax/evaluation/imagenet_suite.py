@@ -32,8 +32,6 @@ from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import Watch
 from vit_jax.pretrained import LoadedModel
 
-_BORDER = 2  # width of the red frame around the photos of ObjectNet, in pixels
-
 
 class TestSet(NamedTuple):
     """A test set: a line of imagenet_suite.csv. c/NAME is a corruption of ImageNet-C."""
@@ -158,7 +156,7 @@ def _open_objectnet(root: pathlib.Path) -> Source:
 
 def _read_without_border(path: str) -> EncodedImage:
     image = decode(read_file(path), exif_rotation=True)
-    return image[_BORDER:-_BORDER, _BORDER:-_BORDER]
+    return image[2:-2, 2:-2]  # a red frame of 2 pixels
 
 
 _OPENERS: dict[str, Callable[[pathlib.Path], Source]] = {

@@ -70,7 +70,7 @@ WRONG = {
         ({'model_args': 3}, 'model_args'),
         ({'model_args': {'num_heads': '12'}}, 'num_heads'),
         ({'model_args': {'act_layer': 'relu'}}, 'act_layer'),
-        ({'model_args': {'qk_norm': True}}, 'qk_norm'),
+        ({'model_args': {'qk_norm': True}}, 'q_norm'),
         ({'pretrained_cfg': {'crop_pct': NAN}}, 'crop_pct'),
         ({'pretrained_cfg': {'mean': [0.5]}}, 'mean'),
         ({'pretrained_cfg': {'crop_mode': 'border'}}, 'crop_mode'),

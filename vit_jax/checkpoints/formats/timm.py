@@ -45,7 +45,7 @@ _DEFAULTS: dict[str, Any] = {'mean': base.IMAGENET[0], 'std': base.IMAGENET[1], 
 # Arguments that are not needed: dropout, initialization, and parts that the arrays show.
 _NO_EFFECT = (
     r'(.*_)?drop(_path)?_rate|weight_init|fix_init|init_values|dynamic_img_size|patch_size|in_chans'
-    r'|embed_dim|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm|qk_norm'
+    r'|embed_dim|mlp_ratio|qkv_bias|class_token|(num_)?reg_tokens|pre_norm|fc_norm'
 )
 # Keys outside of the arguments that are not needed.
 _METADATA = (
@@ -107,6 +107,7 @@ class _Description(base.TimmPreprocessing):
     num_classes: int | None = None
     global_pool: Literal['token', 'avg', 'map', ''] | None = None
     no_embed_class: bool = False
+    qk_norm: bool = False
     act_layer: Literal['gelu', 'gelu_tanh', 'quick_gelu', 'silu'] | None = None
     label_names: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()  # an older name of `label_names`
@@ -287,7 +288,7 @@ def _options(name: str, arrays: Arrays, described: _Description, layout: Layout)
         'class_tokens': 1 if 'cls_token' in arrays and pool not in ('cls', 'cls_dist') else None,
         'final_norm': 'after_pool' if 'fc_norm.weight' in arrays else 'before_pool',
         'position_resize': resize,
-        'qk_norm': 'blocks.0.attn.q_norm.weight' in arrays,
+        'qk_norm': described.qk_norm or 'blocks.0.attn.q_norm.weight' in arrays,
     }
     stated = {name: getattr(described, name) for name in ('depth', 'num_heads', 'num_classes')}
     options |= {name: value or None for name, value in stated.items() if value is not None}

@@ -31,7 +31,7 @@ Writer = Callable[[dict[str, Any]], None]  # gets each line of metrics.jsonl
 
 
 class StepKind(NamedTuple):
-    """What differs between the training steps of a run. Each kind is a compiled program."""
+    """The properties in which training steps of a run differ. Each kind has its own program."""
 
     patch_size: int | None  # None: the model's
     patch_dropout: float

@@ -2,7 +2,7 @@
 
 A classifier is calibrated if a fraction p of the images that it classifies with confidence p is
 classified correctly ("On Calibration of Modern Neural Networks", Guo et al. 2017). Probabilities
-are the softmax of the logits, whatever the training loss was.
+are the softmax of the logits, for any training loss.
 """
 
 import dataclasses

@@ -55,7 +55,9 @@ class LinearProbeConfig(records.Record):
     steps: int = 12_500  # training steps; DINOv2: 10 epochs of 1,250 steps
     batch_size: int = 1024  # images per step, on all devices together
     validation_fraction: float = 0.1  # fraction of the training images that selects the head
-    augmentation: Augmentation = dataclasses.field(default_factory=lambda: CROPS)  # of training
+    augmentation: Augmentation = dataclasses.field(
+        default_factory=lambda: CROPS
+    )  # of the training images
 
     def check(self) -> None:
         lists = self.rates, self.blocks, self.mean_of_patches
@@ -122,7 +124,9 @@ def update(
 
 @dataclasses.dataclass(frozen=True)
 class LinearProbe:
-    """The linear probe of a frozen model. Without class tokens, means of patches replace them.
+    """The linear probe of a frozen model.
+
+    If the model has no class token, the mean of the patches replaces it.
 
     Raises:
       UserError: If the model has too few blocks.

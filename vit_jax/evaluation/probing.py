@@ -294,7 +294,7 @@ class Score(NamedTuple):
 
     accuracy: float
     spread: float | None = None  # standard deviation over draws, or half the 95 % interval
-    detail: str = ''  # what was chosen
+    detail: str = ''  # the selected settings
 
     def __str__(self) -> str:
         text = f'{self.accuracy:.2%}' + ('' if self.spread is None else f' +- {self.spread:.2%}')

@@ -1,11 +1,11 @@
 """Features of patches (DINOv2, figure 1; DINOv3).
 
-Components: the first three principal components of the patches as red, green and blue, each scaled
-to its range in the drawn photos. They are fitted to the patches of at most 64 images together, so
-similar colors mean similar features in all photos. Similarity: the cosine of each patch and the
-framed patch (--patch). Features are the tokens after the final norm, or after the last block if the
-model normalizes only the pooled features. In good models, equal parts of objects have equal colors
-in all photos, and the framed patch is similar to its own object only.
+The first three principal components of the patches are drawn as red, green and blue, each scaled to
+its range in the drawn photos. They are fitted to the patches of at most 64 images together, so
+similar colors mean similar features in all photos. The similarity is the cosine of each patch and
+the framed patch (--patch). Features are the tokens after the final norm, or after the last block if
+the model normalizes only the pooled features. In good models, equal parts of objects have equal
+colors in all photos, and the framed patch is similar to its own object only.
 """
 
 import numpy as np

@@ -1,10 +1,10 @@
 """Norms of tokens ("Vision Transformers Need Registers", figures 3, 4 and 7).
 
-The norms of the tokens after each block, over all images. A patch is an outlier if its norm is more
-than 4 times the median of the patches of its block; the paper counts norms above 150 in the last
-block of DINOv2-g. The outliers in the last block are red in the photos. In the paper, large models
-without registers have outliers in the background from the middle blocks on; in models with
-registers, the registers have large norms and the patches do not.
+The plot shows the norms of the tokens after each block, over all images. A patch is an outlier if
+its norm is more than 4 times the median of the patches of its block; the paper counts norms above
+150 in the last block of DINOv2-g. The outliers in the last block are red in the photos. In the
+paper, large models without registers have outliers in the background from the middle blocks on; in
+models with registers, the registers have large norms and the patches do not.
 """
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from vit_jax.figures import style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ViTConfig
 
-_FACTOR, _SHOWN = 4, 4  # of the median; photos
+_FACTOR, _SHOWN = 4, 4  # outlier limit, in medians; number of photos
 _KINDS = 'patches', 'class token', 'registers'
 _LINES = {'median': '-', '99 %': '--', 'maximum': ':'}
 

@@ -25,8 +25,8 @@ from vit_jax.models.config import PositionResize
 _KNOWN = re.compile(r'(.*\.)?(patch_embed\.proj\.weight|blocks\.0\.attn\.qkv\..*)')
 _ROOTS = {True: 'patch_embed.backbone.stem', False: 'patch_embed.backbone'}
 _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
-# Parts of names that only some files have: files of timm's class Eva, and Meta's DINOv2. The
-# variant `reg_rows` has positions of registers.
+# Parts of names that only some files have: files of timm's class Eva, and Meta's DINOv2. In
+# the variant `reg_rows`, registers have rows in the position table.
 _VARIANTS = {'gamma_1', 'q_bias', 'fc1_g', 'w12', 'register_tokens'}
 
 # By act_layer; None: SwiGLU.
@@ -244,7 +244,7 @@ def _build_config(
         image_size=described.img_size or (described.input_size and described.input_size[1:]),
         **options,
     )
-    if registers and num_rows:  # like class tokens that no pool reads
+    if registers and num_rows:  # stored as class tokens that no pool reads
         config = dataclasses.replace(config, registers=0, class_tokens=registers)
         layout = dataclasses.replace(layout, variants=(*layout.variants, 'reg_rows'))
     class_row = bool(num_rows) or num_tokens == 0

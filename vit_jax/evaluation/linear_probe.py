@@ -55,9 +55,7 @@ class LinearProbeConfig(records.Record):
     steps: int = 12_500  # training steps; DINOv2: 10 epochs of 1,250 steps
     batch_size: int = 1024  # images per step, on all devices together
     validation_fraction: float = 0.1  # fraction of the training images that selects the head
-    augmentation: Augmentation = dataclasses.field(
-        default_factory=lambda: CROPS
-    )  # of the training images
+    augmentation: Augmentation = dataclasses.field(default_factory=lambda: CROPS)  # in training
 
     def check(self) -> None:
         lists = self.rates, self.blocks, self.mean_of_patches

@@ -113,7 +113,7 @@ def test_a_probe_that_does_not_fit_is_refused():
         make_probe(reader, LinearProbeConfig())
     resnet = build(variant('R50x1', image_size=(32, 32)))
     with pytest.raises(UserError, match='blocks'):
-        LinearProbe(CONFIG, resnet, Preprocessing(), batches_on_all_devices(reader, 16))
+        LinearProbe(CONFIG, resnet, Preprocessing(), batches_on_all_devices(reader, 16), str)
     for values in {'blocks': ()}, {'rates': (0.0,)}, {'validation_fraction': 0.9}:
         with pytest.raises(UserError, match=next(iter(values))):
             LinearProbeConfig(**values)

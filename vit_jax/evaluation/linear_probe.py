@@ -134,8 +134,8 @@ class LinearProbe:
     model: Model
     preprocessing: Preprocessing
     batches: BatchMaker
+    report: Callable[[str], Any]  # gets progress lines
     watch: Watch = iter  # wraps iterators of batches
-    report: Callable[[str], Any] = print  # gets progress lines
 
     def __post_init__(self) -> None:
         wrong = f'config.fewshot.linear_probe.blocks={self.config.blocks}'

@@ -63,7 +63,7 @@ def probe(
     evaluator = features.make_feature_evaluator(model, preprocessing, batches)
     linear = None
     if (settings := fewshot.linear_probe) is not None:
-        linear = LinearProbe(settings, model, preprocessing, batches, job.tick_each, console.print)
+        linear = LinearProbe(settings, model, preprocessing, batches, console.print, job.tick_each)
 
     values = records.to_dict(config)
     sources = data_manifest.name_sources(None, [], probes) if job.count > 1 else {}

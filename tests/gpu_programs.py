@@ -18,7 +18,10 @@ import jax
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation, augreg
+from vit_jax.distributed import meshes
+from vit_jax.evaluation import linear_probe
 from vit_jax.evaluation.features import make_feature_evaluator
+from vit_jax.evaluation.linear_probe import LinearProbe, LinearProbeConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
@@ -30,7 +33,7 @@ from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.training.sharpness import Sam
 
-Step = Literal['train', 'eval', 'features']
+Step = Literal['train', 'eval', 'features', 'linear probe']
 
 
 class Program(NamedTuple):
@@ -89,6 +92,7 @@ RECIPE = {
     'loss': LossConfig(kind='sigmoid', binary_targets=True),
     'optimizer': OptimizerConfig(kind='lamb', weight_decay=0.05, sharpness=Sam()),
 }
+FLEXIBLE = {'patch_sizes': (4, 8), 'evals': {}}
 # Each option is in one program; several that do not touch the same operations share one.
 PROGRAMS = {
     'vit, cudnn, dropout and RandAugment': Program(
@@ -104,6 +108,9 @@ PROGRAMS = {
     'vit, remat=dots, masked patches': Program(VIT, Compute(remat='dots'), changes=MASKED),
     'vit, as in ViT-5, LAMB, SAM and PatchDropout': Program(vit(**VIT_5), changes=RECIPE),
     'vit, features': Program(VIT, step='features'),
+    'vit, two patch sizes': Program(VIT, changes=FLEXIBLE),
+    'vit, cosine head, eval': Program(vit(head='cosine:64'), step='eval'),
+    'vit, linear probe': Program(vit(depth=4), step='linear probe'),
     'hybrid, Muon': Program(HYBRID, changes={'optimizer': OptimizerConfig(kind='muon')}),
     'hybrid, odd, float32': Program(odd(HYBRID), Compute(dtype='float32')),
     'hybrid of one stage, batched': Program(
@@ -119,11 +126,19 @@ PROGRAMS = {
 }
 
 
-def lowered_update(program: Program, devices):
-    """The train step of a program, traced for these devices."""
-    experiment, state = prepared(program, devices)
-    with ahead_of_time.assume_cudnn():
-        return training_run.lower_update(experiment, state)
+def lowered_probe(experiment, params):
+    """A step of the linear probe: the frozen model, and the update of all heads."""
+    config, batches = LinearProbeConfig(batch_size=32), experiment.batches
+    probe = LinearProbe(config, experiment.model, experiment.preprocessing, batches, print)
+    state = linear_probe.init_state(config, jax.random.key(0), VIT.width, 10)
+
+    def step(params, state, batch):
+        vectors = probe.compute_vectors(params, batch['images'])
+        return linear_probe.update(config, state, vectors, jax.nn.one_hot(batch['labels'], 10))
+
+    state = jax.eval_shape(lambda: state)
+    step = meshes.jit_on(step, experiment.mesh)
+    return step.lower(params, state, batches.abstract(experiment.train_reader))
 
 
 def prepared(program: Program, devices):
@@ -145,11 +160,16 @@ def prepared(program: Program, devices):
 
 def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
     """Compiles a program with the options of a run."""
-    if program.step == 'train':
-        ahead_of_time.compile_for(where, lowered_update(program, where.devices))
-        return
     experiment, state = prepared(program, where.devices)
     with ahead_of_time.assume_cudnn():
+        if program.step == 'train':
+            for kind in experiment.updates:
+                lowered = training_run.lower_update(experiment, state, kind)
+                ahead_of_time.compile_for(where, lowered)
+            return
+        if program.step == 'linear probe':
+            ahead_of_time.compile_for(where, lowered_probe(experiment, state.eval_params))
+            return
         if program.step == 'eval':
             for name, evaluator in experiment.evaluators.items():
                 evaluator.compile(state.eval_params, experiment.eval_readers[name])

@@ -31,7 +31,7 @@ Writer = Callable[[dict[str, Any]], None]  # gets each line of metrics.jsonl
 
 
 class StepKind(NamedTuple):
-    """The properties in which training steps of a run differ. Each kind has its own program."""
+    """What can differ between the training steps of a run. Each combination has its own program."""
 
     patch_size: int | None  # None: the model's
     patch_dropout: float

@@ -131,8 +131,7 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         path = pathlib.Path(arguments.predictions)
         written.append(_write_predictions(path, report.predictions))
     if arguments.mistakes:
-        folder, most = pathlib.Path(arguments.mistakes), arguments.max_pixels
-        written += _write_mistakes(folder, report, source, max_pixels=most)
+        written += _write_mistakes(arguments, report, source)
     if written:
         print(f'\nwritten: {", ".join(map(str, written))}')
     return output.report_unreadable(unreadable, len(source))
@@ -168,9 +167,8 @@ def _describe_report(report: HeadReport) -> list[str]:
     known = 'average_precision', 'recall', 'accuracy', 'precision'
     names = [name for name in known if name in report.classes[0]]
     worst = sorted(report.classes, key=lambda one: one[names[0]])[:_SHOWN]
-    is_part = len(worst) < len(report.classes)
-    fewer = f' ({_SHOWN} with the lowest {_format_name(names[0])})' if is_part else ''
     heads = [*map(_format_name, names), 'images']
+    fewer = f' ({_SHOWN} with the lowest {heads[0]})' if _SHOWN < len(report.classes) else ''
     lines.append(f'\n  {"  ".join(f"{head:>7}" for head in heads)}  class{fewer}')
     for one in worst:
         values = ['-' if one[name] is None else f'{one[name]:.2%}' for name in names]
@@ -213,9 +211,8 @@ def _write_report(
         values['confusions'] = report.confusions()
         matrix = {'confusion': report.confusion, 'class_names': np.array(report.names)}
         array_files.write_npz(folder / MATRIX, matrix)
-        _save_picture(
-            folder / PICTURE, bitmaps.draw_confusion_matrix(report.confusion, report.names)
-        )
+        picture = bitmaps.draw_confusion_matrix(report.confusion, report.names)
+        _save_picture(folder / PICTURE, picture)
         names += [MATRIX, PICTURE]
     if (found := report.calibration) is not None:
         values['calibration'] = dataclasses.asdict(found)
@@ -249,9 +246,10 @@ def _write_predictions(path: pathlib.Path, rows: Sequence[Prediction]) -> pathli
 
 
 def _write_mistakes(
-    folder: pathlib.Path, report: HeadReport, source: Source, *, max_pixels: int
+    arguments: argparse.Namespace, report: HeadReport, source: Source
 ) -> list[pathlib.Path]:
     """Writes the wrong predictions, most confident first, and a contact sheet of the first ones."""
+    folder, max_pixels = pathlib.Path(arguments.mistakes), arguments.max_pixels
     wrong = [one for one in report.predictions if one.label and not one.correct]
     wrong.sort(key=lambda one: -one.probability)
     written, tiles = [_write_predictions(folder / MISTAKES, wrong)], []
@@ -279,7 +277,7 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             source = test_set.open(root)
         except UserError as error:
             if test_set.command not in missing.values():
-                print(f'{test_set.name}: left out: {error}; get it with: {test_set.command}')
+                print(f'{test_set.name}: skipped ({error}); in {root}, run: {test_set.command}')
             missing[test_set.name] = test_set.command
             continue
         source = renumber_classes(source, class_names)

@@ -13,36 +13,23 @@ Command: python -m vit_jax.train --config=configs/pretrain/flexivit.py:B --workd
 """
 
 from vit_jax.config import EvalConfig, TrainConfig
-from vit_jax.data.augmentation import augreg
-from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
-from vit_jax.models import Compute, variant
+from vit_jax.configs.pretrain import augreg
+from vit_jax.models import variant
 from vit_jax.training.duration import Duration
-from vit_jax.training.losses import LossConfig
-from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ARGUMENTS = 'S', 'B', 'L'
 SIZES = 48, 40, 30, 24, 20, 16, 15, 12, 10, 8
 
 
 def get_config(size: str = 'B') -> TrainConfig:
-    """Returns the experiment of a model size."""
-    model = variant(
+    """Returns the experiment of a model size: that of AugReg, with random patch sizes."""
+    config = augreg.get_config(f'i21k,{size}/32,light2')
+    config.model = variant(
         f'{size}/32', image_size=(240, 240), head_bias=-10.0, position_resize='bilinear_edges'
     )
-    return TrainConfig(
-        data='tfds:imagenet21k',
-        train_split='full[51200:]',
-        evals={f'patch_{n}': EvalConfig(split='full[:25600]', patch_size=n) for n in SIZES},
-        model=model,
-        patch_sizes=SIZES,
-        preprocessing=Preprocessing(crop=CentralCrop()),
-        augmentation=augreg('light2'),
-        total=Duration(epochs=90.0),
-        batch_size=4096,
-        loss=LossConfig(kind='sigmoid'),
-        optimizer=OptimizerConfig(weight_decay=0.1, clip_norm=1.0, moment_dtype='bfloat16'),
-        schedule=ScheduleConfig(learning_rate=1e-3, warmup=Duration(steps=10_000)),
-        eval_every_steps=5_000,
-        checkpoint_every_steps=1_000,
-        compute=Compute(dtype='bfloat16'),
-    )
+    config.train_split, config.eval_split = 'full[51200:]', 'test'
+    config.evals = {f'patch_{n}': EvalConfig(split='full[:25600]', patch_size=n) for n in SIZES}
+    config.patch_sizes = SIZES
+    config.total = Duration(epochs=90.0)
+    config.eval_every_steps, config.checkpoint_every_steps = 5_000, 1_000
+    return config

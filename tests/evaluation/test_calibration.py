@@ -41,8 +41,6 @@ def test_bins_have_equal_width_and_contain_their_upper_edge():
     edges = np.arange(1, 16) / 15
     bins = calibration.fill_bins(np.concatenate([edges, edges - 0.01]), np.ones(30, bool))
     assert [one.images for one in bins] == [2] * 15
-    (zero,) = calibration.fill_bins(np.zeros(2), np.zeros(2, bool))
-    assert zero.images == 2
 
 
 def test_the_planted_temperature_is_found_and_repairs_the_other_half():

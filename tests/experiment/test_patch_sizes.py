@@ -52,26 +52,6 @@ def test_parameters_are_resized_in_a_traced_function_as_by_numpy(values, size):
     chex.assert_trees_all_close(found, adapt(params, old=old, new=new).params, atol=1e-6)
 
 
-def test_tokens_of_enlarged_images_stay():
-    """Section 3.4: <Bx, w'> = <x, w>. A model without positions gives the same features."""
-    old = tiny.model(positions='none', image_size=(16, 16), pool='gap')
-    small = dataclasses.replace(old, image_size=(8, 8), patch_size=(2, 2))
-    model, params = tiny.built(small)
-    images = tiny.images(config=small)
-    # Each patch alone: at the border of patches, an enlarged image mixes both neighbors.
-    patches = images.reshape(2, 4, 2, 4, 2, 3).transpose(0, 1, 3, 2, 4, 5)
-    large = jax.image.resize(patches, (2, 4, 4, 4, 4, 3), 'linear')
-    large = large.transpose(0, 1, 3, 2, 4, 5).reshape(2, 16, 16, 3)
-    again = build_at_patch_size(dataclasses.replace(small, image_size=(16, 16)), 4)
-
-    def loss(apply):
-        return jax.jit(lambda params, images: (apply(params, images) ** 2).sum())
-
-    # float32 sums of 48 products, and their rounding in three blocks
-    expected, found = loss(model.apply), loss(again.apply)
-    np.testing.assert_allclose(found(params, large), expected(params, images), rtol=2e-5)
-
-
 def test_sizes_are_drawn_uniformly_from_seed_and_step():
     steps = 3000
     draws = [draw_patch_size(SIZES, 0, step) for step in range(steps)]

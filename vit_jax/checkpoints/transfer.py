@@ -162,9 +162,10 @@ def with_patch_size(config: ModelConfig, patch_size: int | None) -> ModelConfig:
 
 
 def build_at_patch_size(config: ModelConfig, patch_size: int | None, **options: Any) -> Model:
-    """Builds a model with another patch size and the parameters of `config` (FlexiViT, section 3).
+    """Builds a model with another patch size that takes the parameters of `config` (FlexiViT).
 
-    Its functions resize the patch embedding and the positions (see `adapt`), with gradients.
+    The model's functions resize the patch embedding and the positions (see `adapt`). Gradients pass
+    through the resizing.
 
     Args:
       config: The architecture of the parameters.
@@ -173,6 +174,8 @@ def build_at_patch_size(config: ModelConfig, patch_size: int | None, **options: 
     """
     new = with_patch_size(config, patch_size)
     model = build(new, **options)
+    if new == config:
+        return model
 
     def resized(function: Callable[..., Any], params: Params, *inputs: Any, **options: Any) -> Any:
         return function(adapt(params, old=config, new=new).params, *inputs, **options)
@@ -250,7 +253,7 @@ def with_linear_head(config: ModelConfig, *, num_classes: int | None) -> ModelCo
 
 
 def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Params]:
-    """Makes a zero-shot classifier of an image tower: its new head is a cosine head.
+    """Turns an image tower into a zero-shot classifier with a cosine head.
 
     Args:
       card: CLIP's image tower, whose projection is kept, or a model without a head.

@@ -39,10 +39,10 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Scores of all images, and the effect of dividing the logits by a fitted temperature.
+    """Scores of all images, and the effect of dividing the logits by a temperature.
 
     The temperature is fitted to a random half of the images. `before` and `after` are scores of the
-    other half.
+    other half, without and with this division.
     """
 
     scores: Scores

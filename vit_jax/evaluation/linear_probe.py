@@ -44,7 +44,7 @@ class LinearProbeConfig(records.Record):
     """Linear probe of DINOv2: heads on frozen features, trained with SGD on augmented images.
 
     There is a head for each combination of `rates`, `blocks` and `mean_of_patches`. The learning
-    rate of a head is its rate x `batch_size` / 256, and decreases to 0 with a cosine. The head with
+    rate of a head starts at rate x `batch_size` / 256 and follows a cosine to 0. Only the head with
     the best accuracy on a validation part of the training images is tested. `config.seed` is the
     seed of all random numbers.
     """

@@ -85,7 +85,8 @@ def draw_patch_size(sizes: Sequence[int], seed: int, step: int) -> int | None:
     """
     if not sizes:
         return None
-    # Random crops have three numbers as seed, which numpy pads with zeros. The 1 makes this differ.
+    # Random crops use seeds of three numbers, which numpy pads with zeros. The 1 keeps this seed
+    # different from theirs.
     return int(np.random.default_rng((seed, step, 0, 1)).choice(sizes))
 
 

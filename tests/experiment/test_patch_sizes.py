@@ -78,22 +78,30 @@ def test_the_first_kind_of_step_has_the_longest_sequence():
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-    return training_run.train(experiment(), str(tmp_path_factory.mktemp('flexible')))
+    """A trained run, and the programs that were compiled for it."""
+    compiled = []
+    handler = logging.Handler()
+    handler.emit = lambda record: compiled.append(record.getMessage())
+    logger = logging.getLogger('jax')
+    logger.addHandler(handler)
+    with jax.log_compiles():
+        run = training_run.train(experiment(), str(tmp_path_factory.mktemp('flexible')))
+    logger.removeHandler(handler)
+    return run, [line for line in compiled if 'Finished XLA compilation' in line]
 
 
-def test_each_size_is_compiled_once(tmp_path, caplog):
+def test_each_size_is_compiled_once(trained):
     """Also the evaluations: two of them have the same size."""
-    with jax.log_compiles(), caplog.at_level(logging.WARNING):
-        training_run.train(experiment(), str(tmp_path))
-    done = [r.getMessage() for r in caplog.records if 'Finished XLA compilation' in r.getMessage()]
-    assert sum('jit(update)' in line for line in done) == len(SIZES)
-    assert sum('jit(step)' in line for line in done) == 3  # the model's, 2 and 8
+    programs = trained[1]
+    assert sum('jit(update)' in line for line in programs) == len(SIZES)
+    assert sum('jit(step)' in line for line in programs) == 3  # the model's, 2 and 8
 
 
 class Stopped(Exception):
     pass
 
 
+@pytest.mark.full
 def test_a_killed_and_resumed_run_has_the_same_bits(trained, tmp_path):
     def kill(tick):
         if tick == 8:
@@ -102,22 +110,23 @@ def test_a_killed_and_resumed_run_has_the_same_bits(trained, tmp_path):
     with pytest.raises(Stopped):
         training_run.train(experiment(), str(tmp_path), job=tiny.WatchedJob(kill))
     resumed = training_run.train(experiment(), str(tmp_path), job=Job())
-    chex.assert_trees_all_equal(resumed.state, trained.state)
-    assert resumed.evals == trained.evals
+    chex.assert_trees_all_equal(resumed.state, trained[0].state)
+    assert resumed.evals == trained[0].evals
 
 
 @pytest.mark.parametrize('name, size', [('model', None), ('patch_2', 2), ('patch_8', 8)])
 def test_an_evaluation_measures_the_model_that_load_resizes(trained, name, size):
-    loaded = vit_jax.load(str(trained.folder), patch_size=size)
+    run, _ = trained
+    loaded = vit_jax.load(str(run.folder), patch_size=size)
     source = make_opener()('digits', 'test[:50]')
     read = [source.read(index) for index in range(50)]
     images = np.stack([loaded.preprocess(image) for image, _ in read])
     logits, labels = loaded.logits(images), np.array([label for _, label in read])
-    model = build_at_patch_size(trained.experiment.model.config, size)
-    found = jax.jit(model.apply)(trained.state.eval_params, jnp.asarray(images))
+    model = build_at_patch_size(run.experiment.model.config, size)
+    found = jax.jit(model.apply)(run.state.eval_params, jnp.asarray(images))
     np.testing.assert_allclose(found, logits, atol=1e-6)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    assert trained.evals[name]['loss'] == pytest.approx(float(losses.mean()), rel=1e-6)
+    assert run.evals[name]['loss'] == pytest.approx(float(losses.mean()), rel=1e-6)
 
 
 @pytest.mark.parametrize(

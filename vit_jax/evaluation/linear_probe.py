@@ -124,7 +124,7 @@ def update(
 class LinearProbe:
     """The linear probe of a frozen model.
 
-    If the model has no class token, the mean of the patches replaces it.
+    If the model does not pool a class token, the mean of the patches replaces it.
 
     Raises:
       UserError: If the model has too few blocks.
@@ -153,7 +153,7 @@ class LinearProbe:
         def reduce(tokens: Float[Array, 'b n d']) -> Float[Array, '2 b d']:
             tokens = apply_final_norm(vit, params, tokens.astype(jnp.float32))
             mean = tokens[:, vit.num_prefix_tokens :].mean(axis=1)
-            return jnp.stack([tokens[:, 0] if vit.num_class_tokens in (1, 2) else mean, mean])
+            return jnp.stack([tokens[:, 0] if vit.pool.startswith('cls') else mean, mean])
 
         images = normalize(images, self.preprocessing)
         blocks = self.model.capture(params, images, {'tokens': reduce})[1]['tokens'][-count:]

@@ -23,6 +23,7 @@ from vit_jax.evaluation import imagenet_suite
 TABLE = pathlib.Path(__file__).with_suffix('.csv')
 PAGE = TABLE.with_suffix('.md')
 _VAL = next(one for one in imagenet_suite.TEST_SETS if one.name == 'val')
+_NUM_IMAGES = 50_000
 _HEAD = '|---|---|---|\n'  # the rows after this line of the page are replaced
 
 
@@ -48,11 +49,13 @@ def measure(row: dict[str, str], source: Source) -> None:
         model = load(row['name'])
         images = renumber_classes(source, imagenet_suite.get_class_names(model))
         found = imagenet_suite.evaluate(_VAL, model, images, batch_size=128)
+        wrong = f'{found.num_images:,} validation images were read; expected {_NUM_IMAGES:,}'
+        require(found.num_images == _NUM_IMAGES, wrong)
     except UserError as error:
         print(f'{row["name"]}: {error}')
         return
     today, device = datetime.date.today().isoformat(), jax.devices()[0].device_kind
-    row |= {'measured': f'{100 * found["accuracy"]:.3f}', 'date': today, 'device': device}
+    row |= {'measured': f'{100 * found.means["accuracy"]:.3f}', 'date': today, 'device': device}
     print(f'{row["name"]}: published {row["published"] or "-"}, measured {row["measured"]}')
 
 

@@ -20,6 +20,7 @@ def test_measured_accuracies_enter_the_table_and_the_page(tmp_path, monkeypatch)
     table, page = tmp_path / 'table.csv', tmp_path / 'page.md'
     monkeypatch.setattr(published_accuracy, 'TABLE', table)
     monkeypatch.setattr(published_accuracy, 'PAGE', page)
+    monkeypatch.setattr(published_accuracy, '_NUM_IMAGES', 5)
     network = loaded(tiny.model(num_classes=1000), class_names=imagenet_classes.names())
     vit_jax.save(network, tmp_path / 'one', 'vit_jax')
     image = np.zeros((8, 8, 3), np.uint8)
@@ -37,6 +38,9 @@ def test_measured_accuracies_enter_the_table_and_the_page(tmp_path, monkeypatch)
     run()
     text = page.read_text()
     assert text.startswith('kept\n') and text.count('| 12.5 % | no ImageNet here |') == 2
+    run(f'--data={tmp_path}')  # an image is missing
+    assert page.read_text().count('no ImageNet here') == 2
+    monkeypatch.setattr(published_accuracy, '_NUM_IMAGES', 4)
     run(f'--data={tmp_path}')
     with table.open() as file:
         one, missing = csv.DictReader(file)

@@ -25,17 +25,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from vit_jax.base import (
-    UserError,
-    atomic_write,
-    make_folder,
-    plural,
-    records,
-    require,
-    write_json,
-)
+from vit_jax.base import MissingFile, UserError, make_folder, plural, records, require, write_json
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.remote import redact
 from vit_jax.cli import app, output
@@ -79,8 +70,9 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         require(not unused, wrong)
     for folder in filter(None, (out, mistakes)):
         make_folder(folder)
-    tables = (out, SUITE if arguments.suite else NUMBERS), (mistakes, MISTAKES)
-    files = [os.path.join(folder, name) for folder, name in tables if folder]
+    written = [SUITE] if arguments.suite else [NUMBERS, MATRIX, PICTURE, RELIABILITY]
+    folders = (out, written), (mistakes, [MISTAKES, SHEET])
+    files = [os.path.join(folder, name) for folder, names in folders if folder for name in names]
     require_new([*files, predictions], overwrite=arguments.overwrite)
 
 
@@ -124,7 +116,8 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     written = list[pathlib.Path]()
     if arguments.out:
         trained_on = {'split': split, 'trained_on': trained if origin else None}
-        settings = {'data': data, 'labels': arguments.labels} | trained_on
+        flags = 'labels', 'by_order', 'only_data_classes'
+        settings = {'data': data} | {name: vars(arguments)[name] for name in flags} | trained_on
         settings |= _describe_model(loaded, arguments)
         written += _write_report(pathlib.Path(arguments.out), report, settings)
     if arguments.predictions:
@@ -192,7 +185,8 @@ def _describe_model(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[
     return {
         'checkpoint': redact(arguments.checkpoint),
         'origin': loaded.origin,
-        'image_size': list(loaded.config.image_size),
+        'head': arguments.head,
+        'model': records.to_dict(loaded.config),
         'preprocessing': records.to_dict(loaded.preprocessing),
     }
 
@@ -211,26 +205,19 @@ def _write_report(
         values['confusions'] = report.confusions()
         matrix = {'confusion': report.confusion, 'class_names': np.array(report.names)}
         array_files.write_npz(folder / MATRIX, matrix)
-        picture = bitmaps.draw_confusion_matrix(report.confusion, report.names)
-        _save_picture(folder / PICTURE, picture)
+        bitmaps.draw_confusion_matrix(report.confusion, report.names).save(folder / PICTURE)
         names += [MATRIX, PICTURE]
     if (found := report.calibration) is not None:
         values['calibration'] = dataclasses.asdict(found)
         if importlib.util.find_spec('matplotlib'):
             from vit_jax.figures import curves, style
 
-            with atomic_write(folder / RELIABILITY) as partial:
-                partial.write_bytes(style.png(curves.draw_reliability, found))
+            (folder / RELIABILITY).write_bytes(style.png(curves.draw_reliability, found))
             names.append(RELIABILITY)
         else:
             print(f"{RELIABILITY} needs matplotlib: pip install 'vit_jax[plots]'")
     write_json(folder / NUMBERS, values)
     return [folder / name for name in names]
-
-
-def _save_picture(path: pathlib.Path, picture: Image.Image) -> None:
-    with atomic_write(path) as partial:
-        picture.save(partial, 'PNG')
 
 
 def _write_predictions(path: pathlib.Path, rows: Sequence[Prediction]) -> pathlib.Path:
@@ -260,7 +247,7 @@ def _write_mistakes(
         tiles.append((decode(image, exif_rotation=True, max_pixels=max_pixels), lines))
     (folder / SHEET).unlink(missing_ok=True)
     if tiles:
-        _save_picture(folder / SHEET, bitmaps.draw_contact_sheet(tiles))
+        bitmaps.draw_contact_sheet(tiles).save(folder / SHEET)
         written.append(folder / SHEET)
     return written
 
@@ -276,7 +263,7 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         try:
             source = test_set.open(root)
         except UserError as error:
-            if test_set.command not in missing.values():
+            if not isinstance(error, MissingFile) or test_set.command not in missing.values():
                 print(f'{test_set.name}: skipped ({error}); in {root}, run: {test_set.command}')
             missing[test_set.name] = test_set.command
             continue
@@ -285,16 +272,19 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             total = -(-len(source) // arguments.batch_size)
             watch = functools.partial(bar.track, total=total, description=test_set.name)
             found = imagenet_suite.evaluate(test_set, loaded, source, watch=watch, **options)
-        means[test_set.name] = found
-        text = ', '.join(f'{_format_name(n)} {results.text_of(n, x)}' for n, x in found.items())
-        print(f'{test_set.name:<22}{text}', flush=True)
+        means[test_set.name] = found.means | {'images': found.num_images}
+        texts = [f'{_format_name(n)} {results.text_of(n, x)}' for n, x in found.means.items()]
+        images = plural(found.num_images, 'image')
+        print(f'{test_set.name:<22}{", ".join([*texts, images])}', flush=True)
         mce = imagenet_suite.mean_corruption_error(means)
         if arguments.out:
             values = {'data': str(root), 'sets': means, 'mCE': mce, 'missing': missing}
             values |= _describe_model(loaded, arguments)
             write_json(pathlib.Path(arguments.out, SUITE), values)
     require(bool(means), f'{root}: none of the test sets was found')
-    if mce is not None:
+    if missing_c := [name for name in missing if name.startswith('c/')]:
+        print(f'{"c":<22}no mCE: {plural(len(missing_c), "corruption")} missing')
+    else:
         print(f'{"c":<22}mCE {mce:.2%}')
     if arguments.out:
         print(f'\nwritten: {os.path.join(arguments.out, SUITE)}')

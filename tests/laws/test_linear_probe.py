@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.evaluation import linear_probe
-from vit_jax.evaluation.linear_probe import LinearProbeConfig
+from vit_jax.evaluation.linear_probe import Heads, LinearProbeConfig
 
 REFERENCE = pathlib.Path(__file__).parents[1] / 'fixtures' / 'linear_probe.npz'
 CONFIG = LinearProbeConfig(steps=100, batch_size=128 * 8)
@@ -37,21 +37,33 @@ def draw(*, width, classes, images):
     return batches, weights
 
 
+def used(blocks, mean):
+    """The indices of the vectors that are the features of a kind of heads."""
+    return [*range(4 - blocks, 4), *[4] * mean]
+
+
 def trained(batches, weights):
-    heads = {kind: jnp.pad(w, ((0, 0), (0, 1), (0, 0))) for kind, w in weights.items()}
+    width, classes = weights[1, False].shape[1:]
+    first = np.zeros((len(KINDS), len(CONFIG.rates), 5, width, classes), np.float32)
+    for heads, kind in zip(first, KINDS, strict=True):
+        heads[:, used(*kind)] = weights[kind].reshape(len(heads), -1, width, classes)
+    heads = Heads(jnp.array(first.reshape(-1, *first.shape[2:])), jnp.zeros((52, classes)))
     state = heads, linear_probe.make_optimizer(CONFIG).init(heads)
     update = jax.jit(lambda *values: linear_probe.update(CONFIG, *values)[0])
     for tokens, patches, labels in batches:
         vectors = jnp.stack([*tokens, patches.mean(axis=1)], axis=1)
-        state = update(state, vectors, jax.nn.one_hot(labels, heads[1, True].shape[-1]))
-    return state[0]
+        state = update(state, vectors, jax.nn.one_hot(labels, classes))
+    return [np.split(np.asarray(leaf), len(KINDS)) for leaf in state[0]]
 
 
 def test_the_heads_are_those_of_dinov2s_code():
     """Each head alone, within 1e-5 of its largest weight."""
-    found = trained(*draw(width=3, classes=3, images=8))
+    weights, biases = trained(*draw(width=3, classes=3, images=8))
     with np.load(REFERENCE, allow_pickle=False) as file:
-        for blocks, mean in KINDS:
-            expected = file[f'{blocks}_{str(mean).lower()}']
-            for ours, theirs in zip(found[blocks, mean], expected, strict=True):
+        for kind, heads, bias in zip(KINDS, weights, biases, strict=True):
+            assert not np.delete(heads, used(*kind), axis=1).any()
+            own = heads[:, used(*kind)].reshape(len(heads), -1, 3)
+            expected = file[f'{kind[0]}_{str(kind[1]).lower()}']
+            found = np.concatenate([own, bias[:, None]], axis=1)
+            for ours, theirs in zip(found, expected, strict=True):
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())

@@ -10,15 +10,7 @@ from concurrent import futures
 
 import numpy as np
 
-from vit_jax.base import (
-    Batch,
-    Float,
-    Int,
-    Params,
-    UserError,
-    make_folder,
-    usable,
-)
+from vit_jax.base import Batch, Float, Int, Params, UserError, make_folder, usable
 from vit_jax.checkpoints.digests import digest_values
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.data.image_preprocessing import Preprocessing, normalize

@@ -30,6 +30,7 @@ from vit_jax.data.sources.base import (
 from vit_jax.data.sources.folders import files_by_class, image_files
 from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import Watch
+from vit_jax.evaluation.head import HeadReport
 from vit_jax.pretrained import LoadedModel
 
 
@@ -51,8 +52,8 @@ class TestSet(NamedTuple):
 def get_class_names(loaded: LoadedModel) -> tuple[str, ...]:
     """Returns the names of the model's classes. Raises UserError unless there are 1,000."""
     names, count = loaded.class_names or imagenet_classes.ids(), loaded.config.num_classes
-    wrong = f'--suite=imagenet: the checkpoint has {count} classes'
-    require(count == len(names) == 1000, f"{wrong}; expected ImageNet's 1,000")
+    wrong = f"the checkpoint has {count} classes; expected ImageNet's 1,000"
+    require(count == len(names) == 1000, wrong)
     return names
 
 
@@ -64,7 +65,7 @@ def evaluate(
     batch_size: int,
     watch: Watch = iter,
     **options: Any,
-) -> dict[str, float]:
+) -> HeadReport:
     """Evaluates a classifier on a test set.
 
     Args:
@@ -74,16 +75,13 @@ def evaluate(
       batch_size: Images per batch.
       watch: Wraps the iterator of batches, for example to show progress.
       **options: Further fields of `ImageReader`.
-
-    Returns:
-      Mean metrics by name, and the number of `images`.
     """
     reader = head.make_model_reader(loaded, source, **options)
     if test_set.alexnet_error is not None:  # the images of ImageNet-C are cropped already
         crop = loaded.preprocessing.crop
         method = crop.resize if isinstance(crop, Resize | CentralCrop) else 'bilinear'
         reader = dataclasses.replace(reader, crop=Resize(resize=method))
-    report = head.evaluate_head(
+    return head.evaluate_head(
         loaded,
         reader,
         batch_size=batch_size,
@@ -92,7 +90,6 @@ def evaluate(
         calibrate=False,
         watch=watch,
     )
-    return report.means | {'images': report.num_images}
 
 
 def mean_corruption_error(means: Mapping[str, Mapping[str, float]]) -> float | None:

@@ -1,16 +1,14 @@
 """The linear probe of DINOv2 and DINOv3: linear heads on frozen features, trained with SGD.
 
-There is a head for each learning rate and each kind of features. All heads are trained at once, on
-the same augmented images. The heads of a kind have stacked weights, so that their logits are one
-einsum. A single einsum for all kinds, padded to the widest features, would take 1.7 times the
-memory and operations.
+There is a head for each kind of features and each learning rate. All heads are trained at once, on
+the same augmented images, and their logits are one einsum.
 """
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +30,6 @@ from vit_jax.training.losses import BatchSums, make_targets, sum_examples
 RATES = *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3), *(1e-2, 2e-2, 5e-2, 0.1)
 CROPS = Augmentation(crop=InceptionCrop(area=(0.08, 1.0)), flip=True)  # DINOv2's
 
-# Weights of heads for each rate, by kind of features; their last row is the bias. The features of
-# kind (n, m) are the class tokens of the last n blocks and, if m is True, the mean of the patches.
-Heads = dict[tuple[int, bool], Float[Array, 'r e k']]
 # Vectors of images: class tokens of the last blocks, then the mean of the last block's patches.
 Vectors = Float[Array, 'b m d']
 
@@ -65,16 +60,29 @@ class LinearProbeConfig(records.Record):
         records.require_between(self, 'validation_fraction', above=0, high=0.5)
 
 
+class Heads(NamedTuple):
+    """Linear heads. The weights of the vectors that a head does not use are zero."""
+
+    weights: Float[Array, 'h m d k']
+    bias: Float[Array, 'h k']
+
+
+def list_heads(config: LinearProbeConfig) -> list[tuple[int, bool, float]]:
+    """Lists the values of `blocks`, `mean_of_patches` and `rates` of each head."""
+    return [*itertools.product(config.blocks, config.mean_of_patches, config.rates)]
+
+
+def make_mask(config: LinearProbeConfig) -> Float[np.ndarray, 'h m 1 1']:
+    """Makes an array that is 1 for the vectors that a head uses, and 0 for others."""
+    last = np.arange(max(config.blocks))
+    used = [[*(last >= len(last) - blocks), mean] for blocks, mean, _ in list_heads(config)]
+    return np.array(used, np.float32)[:, :, None, None]
+
+
 def compute_logits(heads: Heads, vectors: Vectors) -> Float[Array, 'h b k']:
-    """Computes the logits of all heads, ordered by kind and rate, with one einsum per kind."""
-
-    def logits(blocks: int, with_mean: bool) -> Float[Array, 'r b k']:
-        inputs = vectors[:, -1 - blocks : None if with_mean else -1].reshape(len(vectors), -1)
-        inputs = jnp.pad(inputs, ((0, 0), (0, 1)), constant_values=1.0)
-        weights = heads[blocks, with_mean]
-        return jnp.einsum('be,rek->rbk', inputs, weights, precision='highest')
-
-    return jnp.concatenate([logits(*kind) for kind in sorted(heads)])
+    """Computes the logits of all heads."""
+    products = jnp.einsum('bmd,hmdk->hbk', vectors, heads.weights, precision='highest')
+    return products + heads.bias[:, None]
 
 
 def make_optimizer(config: LinearProbeConfig) -> optax.GradientTransformation:
@@ -86,29 +94,20 @@ def init_state(
     config: LinearProbeConfig, key: Key[Array, ''], width: int, num_classes: int
 ) -> tuple[Heads, Any]:
     """Initializes heads for vectors of this width, and the state of their optimizer."""
-    heads = {}
-    for number, kind in enumerate(itertools.product(config.blocks, config.mean_of_patches)):
-        shape = len(config.rates), sum(kind) * width, num_classes
-        weights = 0.01 * jax.random.normal(jax.random.fold_in(key, number), shape)
-        heads[kind] = jnp.pad(weights, ((0, 0), (0, 1), (0, 0)))
+    mask = jnp.array(make_mask(config))
+    weights = 0.01 * mask * jax.random.normal(key, (*mask.shape[:2], width, num_classes))
+    heads = Heads(weights, jnp.zeros((len(mask), num_classes)))
     return heads, make_optimizer(config).init(heads)
 
 
 def update(
     config: LinearProbeConfig, state: tuple, vectors: Vectors, targets: Float[Array, 'b k']
 ) -> tuple[tuple[Heads, Any], Float[Array, '']]:
-    """Trains all heads for one step; images whose targets are zero do not count.
+    """Trains all heads for one step. Images whose targets are zero do not count.
 
-    Args:
-      config: The linear probe.
-      state: The heads, and the state of their optimizer.
-      vectors: Vectors of images.
-      targets: The targets of the images.
-
-    Returns:
-      The new state, and the lowest loss of a head.
+    Returns the new heads and the new state of their optimizer, and the lowest loss of a head.
     """
-    rates = jnp.tile(jnp.array(config.rates) * (config.batch_size / 256), len(state[0]))
+    rates = jnp.array([rate for *_, rate in list_heads(config)]) * (config.batch_size / 256)
 
     def total(heads: Heads) -> tuple[Array, Array]:
         losses = optax.softmax_cross_entropy(compute_logits(heads, vectors), targets)
@@ -116,6 +115,7 @@ def update(
         return (rates * means).sum(), jnp.nanmin(means)
 
     gradients, lowest = jax.grad(total, has_aux=True)(state[0])
+    gradients = gradients._replace(weights=make_mask(config) * gradients.weights)
     updates, opt_state = make_optimizer(config).update(gradients, state[1])
     return (optax.apply_updates(state[0], updates), opt_state), lowest
 
@@ -177,7 +177,7 @@ class LinearProbe:
         heads = self.train(params, used)
         names = [
             f'blocks={blocks}, mean_of_patches={str(with_mean).lower()}, rate={rate:g}'
-            for (blocks, with_mean), rate in itertools.product(sorted(heads), self.config.rates)
+            for blocks, with_mean, rate in list_heads(self.config)
         ]
 
         def hits(params: Params, batch: Batch) -> BatchSums:

@@ -63,17 +63,17 @@ def draw_curves(
 def draw_reliability(found: Calibration) -> style.Drawing:
     """Draws the accuracy over the confidence of each bin (reliability diagram).
 
-    The area of a point is proportional to the share of the images in its bin.
+    The images are those on which the temperature was not fitted. The area of a point is proportional to the share of the images in its bin.
     """
-    drawing = style.canvas(5.6, 5.6, 'Accuracy by confidence')
+    drawing = style.canvas(5.6, 5.6, 'Accuracy by confidence (test half)')
     axes = drawing.subplots()
     axes.plot([0, 1], [0, 1], color='0.6', linestyle='--', label='calibrated')
-    scaled = f'temperature {found.temperature:.3g}, half of the images'
-    for place, (name, scores) in enumerate((('all images', found.scores), (scaled, found.after))):
+    by_temperature = {1.0: found.before, found.temperature: found.after}
+    for color, (temperature, scores) in zip(style.COLORS, by_temperature.items(), strict=False):
         x, y, size = np.array([(b.confidence, b.accuracy, b.images) for b in scores.bins]).T
-        label = f'{name}: ECE {scores.calibration_error:.2%}'
-        axes.plot(x, y, color=style.COLORS[place], label=label)
-        axes.scatter(x, y, 600 * size / size.sum(), color=style.COLORS[place], alpha=0.6)
+        label = f'temperature {temperature:.3g}: ECE {scores.calibration_error:.2%}'
+        axes.plot(x, y, color=color, label=label)
+        axes.scatter(x, y, 600 * size / size.sum(), color=color, alpha=0.6)
     for axis in axes.xaxis, axes.yaxis:
         axis.set_major_formatter(PercentFormatter(1.0))
     axes.set(xlabel='confidence: probability of the predicted class', ylabel='accuracy')

@@ -29,7 +29,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     last = layers.all_layers(model.vit)[-1:]
     wanted = layers.same_reduction(last, lambda tokens: tokens[:, prefix:].astype(np.float32))
     captures = images.capture(model, wanted, _FITTED)
-    patches = np.concatenate([layers.select_layers(each, last)[0] for each in captures])
+    patches = np.concatenate([layers.select_layers(each, last)[0] for each in captures])[:_FITTED]
     axes, explained = filters.principal_components(patches.reshape(-1, patches.shape[-1]).T, 3)
     weights = np.pad(axes, ((0, 3 - len(axes)), (0, 0)))  # zeros if there are fewer than three
     shown = patches[:_SHOWN]

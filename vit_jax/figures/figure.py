@@ -148,10 +148,14 @@ class Images:
         return (jax.device_get(capture(batch)) for batch in self.batches(model, most))
 
     def first_images(self, model: PlacedModel, count: int) -> Float[np.ndarray, 'n h w c']:
-        """Returns the first images, cropped for a model, with values in [0, 1]."""
+        """Returns the first images, cropped for a ViT, with values in [0, 1].
+
+        Pixels at the bottom and the right that fill no patch are left out.
+        """
         refs = self.indices[:count].tolist()
         images = [model.reader.example(ExampleRef(index))[0] for index in refs]
-        return np.stack(images).astype(np.float32) / 255
+        height, width = np.multiply(model.vit.grid, model.vit.patch_size_in_pixels)
+        return np.stack(images)[:, :height, :width].astype(np.float32) / 255
 
 
 def find_readable(

@@ -33,18 +33,20 @@ def main(arguments: argparse.Namespace) -> int:
         rows = [*csv.DictReader(file)]
     unknown = {*arguments.names} - {row['name'] for row in rows}
     require(not unknown, f'{sorted(unknown)}: not in {TABLE}; add a row')
+    require(bool(arguments.data) or not arguments.names, '--data: missing; expected a folder')
+    failed = False
     if arguments.data:
         source = _VAL.open(pathlib.Path(arguments.data))
         for row in rows:
             if row['name'] in arguments.names or not (arguments.names or row['measured']):
-                measure(row, source)
+                failed |= not measure(row, source)
                 write_table(rows)
     PAGE.write_text(page(rows))
-    return 0
+    return int(failed)
 
 
-def measure(row: dict[str, str], source: Source) -> None:
-    """Writes the accuracy into the row; prints why if the checkpoint cannot be measured."""
+def measure(row: dict[str, str], source: Source) -> bool:
+    """Writes the accuracy into the row; prints why and returns False if it cannot be measured."""
     try:
         model = load(row['name'])
         images = renumber_classes(source, imagenet_suite.get_class_names(model))
@@ -53,10 +55,11 @@ def measure(row: dict[str, str], source: Source) -> None:
         require(found.num_images == _NUM_IMAGES, wrong)
     except UserError as error:
         print(f'{row["name"]}: {error}')
-        return
+        return False
     today, device = datetime.date.today().isoformat(), jax.devices()[0].device_kind
     row |= {'measured': f'{100 * found.means["accuracy"]:.3f}', 'date': today, 'device': device}
     print(f'{row["name"]}: published {row["published"] or "-"}, measured {row["measured"]}')
+    return True
 
 
 def write_table(rows: list[dict[str, str]]) -> None:

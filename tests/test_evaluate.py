@@ -98,9 +98,8 @@ def test_predictions_and_mistakes_are_those_of_the_logits(tmp_path):
         mistakes = f'--mistakes={tmp_path / ending}'
         run(path, '--data=digits', '--split=test[:50]', f'--predictions={file}', mistakes)
         with file.open(encoding='utf-8-sig') as lines:
-            rows[ending] = (
-                [*csv.DictReader(lines)] if ending == 'csv' else [*map(json.loads, lines)]
-            )
+            found = csv.DictReader(lines) if ending == 'csv' else map(json.loads, lines)
+            rows[ending] = [*found]
     logits, labels = logits_of(network, 50)
     assert [one['label'] for one in rows['csv']] == [NAMES[label] for label in labels]
     assert [NAMES.index(one['predicted']) for one in rows['csv']] == logits.argmax(axis=1).tolist()
@@ -122,11 +121,19 @@ def test_predictions_and_mistakes_are_those_of_the_logits(tmp_path):
 def test_an_existing_file_is_replaced_only_on_request(tmp_path):
     path = saved(tmp_path, loaded(tiny.model(), class_names=NAMES))
     arguments = path, '--data=digits', '--split=test[:3]'
-    for flag, name in ('out', 'evaluation.json'), ('mistakes', 'mistakes.csv'):
-        run(*arguments, f'--{flag}={tmp_path / "x"}')
-        with pytest.raises(UserError, match=f'{name}.*--overwrite'):
-            run(*arguments, f'--{flag}={tmp_path / "x"}')
-        run(*arguments, f'--{flag}={tmp_path / "x"}', '--overwrite')
+    both = f'--out={tmp_path / "out"}', f'--mistakes={tmp_path / "mistakes"}'
+    run(*arguments, *both)
+    files = [*tmp_path.glob('out/*'), *tmp_path.glob('mistakes/*')]
+    assert len(files) == 6
+    for file in files:  # also if it is the only one
+        only = tmp_path / file.stem / file.name
+        only.parent.mkdir()
+        only.touch()
+        with pytest.raises(UserError, match=f'{file.name}.*--overwrite'):
+            run(*arguments, f'--{file.parent.name}={only.parent}')
+    run(*arguments, *both, '--overwrite')
+    with pytest.raises(UserError, match='--predictions and --mistakes'):
+        run(*arguments, f'--mistakes={tmp_path}', f'--predictions={tmp_path / "mistakes.csv"}')
 
 
 def test_only_data_classes_are_predicted_on_request(tmp_path):
@@ -143,10 +150,9 @@ def test_only_data_classes_are_predicted_on_request(tmp_path):
         chosen = np.array(columns)[logits[kept][:, columns].argmax(axis=1)]
         assert [int(one.predicted) for one in report.predictions] == chosen.tolist()
         part = logits[kept][:, columns]
-        losses = (
-            scipy.special.logsumexp(part, axis=1) - logits[kept][range(kept.sum()), labels[kept]]
-        )
-        assert report.means['loss'] == pytest.approx(losses.mean(), rel=1e-5)
+        right = logits[kept][range(kept.sum()), labels[kept]]
+        loss = (scipy.special.logsumexp(part, axis=1) - right).mean()
+        assert report.means['loss'] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.full

@@ -50,6 +50,5 @@ def test_measured_accuracies_enter_the_table_and_the_page(tmp_path, monkeypatch)
 
 def test_the_page_is_up_to_date():
     with published_accuracy.TABLE.open() as file:
-        assert published_accuracy.PAGE.read_text() == published_accuracy.page(
-            [*csv.DictReader(file)]
-        )
+        page = published_accuracy.page([*csv.DictReader(file)])
+    assert published_accuracy.PAGE.read_text() == page

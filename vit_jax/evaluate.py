@@ -73,7 +73,13 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     written = [SUITE] if arguments.suite else [NUMBERS, MATRIX, PICTURE, RELIABILITY]
     folders = (out, written), (mistakes, [MISTAKES, SHEET])
     files = [os.path.join(folder, name) for folder, names in folders if folder for name in names]
-    require_new([*files, predictions], overwrite=arguments.overwrite)
+    suffix = pathlib.Path(predictions or '.csv').suffix.lower()
+    wrong = f'--predictions={predictions}: expected FILE.csv or FILE.jsonl'
+    require(suffix in ('.csv', '.jsonl'), wrong)
+    files += [predictions] if predictions else []
+    wrong = f'{predictions}: --predictions and --mistakes are written to the same file'
+    require(len({*map(os.path.realpath, files)}) == len(files), wrong)
+    require_new(files, overwrite=arguments.overwrite)
 
 
 def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
@@ -112,6 +118,8 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         print(f'warning: {text}; their accuracy says nothing about new images')
     for gap in origin.gaps if origin else []:
         print(f'warning: {gap}; some images may be undetected training images')
+    if not math.isfinite(report.means['loss']):
+        print('warning: the loss is not finite; the metrics mean nothing')
     print('\n' + '\n'.join(_describe_report(report)))
     written = list[pathlib.Path]()
     if arguments.out:

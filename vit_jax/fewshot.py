@@ -19,10 +19,7 @@ from vit_jax.experiment import probing_run
 def main(arguments: argparse.Namespace, job: Job) -> int:
     """Evaluates the checkpoint, then prints the accuracies and the path of fewshot.json."""
     result, path = probing_run.probe(
-        arguments.config,
-        arguments.workdir,
-        accept_changes=arguments.accept_config_changes,
-        job=job,
+        arguments.config, arguments.workdir, accept_changes=arguments.accept_config_changes, job=job
     )
     if job.index != 0:
         return 0

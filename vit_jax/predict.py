@@ -91,6 +91,7 @@ def main(arguments: argparse.Namespace) -> int:
 def require_new(paths: Iterable[str | None], *, overwrite: bool) -> None:
     """Raises UserError if an output file exists and `overwrite` is False, or is not writable."""
     for path in filter(None, paths):
+        require(not os.path.isdir(path), f'{path}: a folder; expected a file')
         exists = os.path.exists(path) and not overwrite
         require(not exists, f'{path}: exists already; pass --overwrite to replace it')
         can_write = os.access(pathlib.Path(path).absolute().parent, os.W_OK)

@@ -118,11 +118,7 @@ class LoadedModel:
         return build(self.config, compute=self.compute)
 
     def with_params(
-        self,
-        params: Params,
-        *,
-        class_names: Sequence[str] | None = None,
-        loss: str | None = None,
+        self, params: Params, *, class_names: Sequence[str] | None = None, loss: str | None = None
     ) -> 'LoadedModel':
         """Returns the model with other parameters, for example fine-tuned ones.
 

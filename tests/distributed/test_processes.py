@@ -81,11 +81,7 @@ def test_a_second_ctrl_c_ends_all_although_one_process_does_not_answer(tmp_path)
     [
         (['hang:5'], [signal.SIGINT], [EXIT_INTERRUPTED]),
         (['hang:-1:1'], [], [REQUEUE, REQUEUE]),  # before the processes agree
-        (
-            ['hang:5:1', 'lock:5:2'],
-            [],
-            [REQUEUE, REQUEUE, 1],
-        ),  # 2 keeps the interpreter's lock
+        (['hang:5:1', 'lock:5:2'], [], [REQUEUE, REQUEUE, 1]),  # 2 keeps the interpreter's lock
     ],
 )
 def test_a_hang_ends_all_in_bounded_time_with_stacks(faults, signals, expected, tmp_path):

@@ -150,15 +150,6 @@ def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
     ]
 
 
-@pytest.mark.full
-def test_a_run_that_is_complete_says_so_again_and_changes_nothing(trained, capsys):
-    config = tiny.experiment(fewshot=FEWSHOT, eval_every_steps=5, tensorboard=True)
-    again = training_run.train(config, str(trained.folder))
-    assert again.evals == trained.evals
-    assert 'complete' in capsys.readouterr().out
-    chex.assert_trees_all_equal(again.state, trained.state)
-
-
 DEEPER = tiny.model(num_classes=None, depth=4)
 
 
@@ -330,9 +321,8 @@ def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp
         training_run.train(config, str(tmp_path / 'run'))
     config.loader.on_unreadable = 'skip'
     result = training_run.train(config, str(tmp_path / 'run'))
-    assert (
-        result.reporter.skipped_images == 3
-    )  # each of 3 steps of 16 draws sees each of 16 images once
+    # Each of 3 steps of 16 draws sees each of 16 images once.
+    assert result.reporter.skipped_images == 3
 
 
 def test_some_classes_are_trained_on_and_all_are_probed():
@@ -449,10 +439,7 @@ TOO_FEW_BLOCKS = tiny.assigned(OptimizerConfig(), trained_blocks=-1)
         ({'loader': loading.LoaderConfig(repeats=9)}, 'config.loader.repeats=9'),
         ({'loader': loading.LoaderConfig(repeats=7)}, 'config.loader.repeats=7.* 6'),
         (
-            {
-                'loader': loading.LoaderConfig(repeats=6),
-                'augmentation': Augmentation(mixup=0.1),
-            },
+            {'loader': loading.LoaderConfig(repeats=6), 'augmentation': Augmentation(mixup=0.1)},
             'config.loader.repeats=6.*MixUp',
         ),
         (HALF | {'patch_dropout_until': Duration(steps=0)}, 'config.patch_dropout_until'),
@@ -515,9 +502,8 @@ def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
         model=tiny.model(num_classes=None, pool='gap'),
     )
     result = training_run.train(config, str(tmp_path / 'run'))
-    assert (
-        result.evals['test']['mean_average_precision'] > 0.95
-    )  # by chance: the share of a class, 0.5
+    # By chance: the share of a class, 0.5.
+    assert result.evals['test']['mean_average_precision'] > 0.95
     assert lines(result.folder)[-1]['mean_average_precision'] > 0.95
     config.loss.kind = 'softmax'
     with pytest.raises(ValueError, match='softmax'):

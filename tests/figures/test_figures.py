@@ -245,8 +245,7 @@ def test_planted_components_come_back_and_other_tokens_do_not_count():
 
 
 @pytest.mark.parametrize(
-    'point, patch',
-    [((0.5, 0.5), (1, 1)), ((0, 0), (0, 0)), ((1, 1), (1, 2)), ((0.7, 0.4), (0, 2))],
+    'point, patch', [((0.5, 0.5), (1, 1)), ((0, 0), (0, 0)), ((1, 1), (1, 2)), ((0.7, 0.4), (0, 2))]
 )
 def test_similarity_is_the_cosine_with_the_patch_of_the_same_image_at_the_point(point, patch):
     tokens = np.random.default_rng(0).normal(size=(2, 1 + 6, 16)) + 1

@@ -52,11 +52,7 @@ class Process:
         self.log = log
         with log.open('a') as output:
             self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
 
     def wait(self):

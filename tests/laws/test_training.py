@@ -70,8 +70,7 @@ def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'processes, devices, mesh',
-    [(1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})],
+    'processes, devices, mesh', [(1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})]
 )
 def test_losses_do_not_depend_on_devices_and_processes(
     processes, devices, mesh, whole, taught, tmp_path

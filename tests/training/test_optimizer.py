@@ -97,9 +97,8 @@ def test_only_the_first_moment_is_kept_in_bfloat16_when_asked(kind):
     _, state = updated(config)
     dtypes = [leaf.dtype.name for leaf in jax.tree.leaves(state) if leaf.ndim]
     assert dtypes.count('bfloat16') == 4
-    others = (
-        4 if kind == 'muon' else 4 * (count_moments(config, PARAMS) - 1)
-    )  # muon: its coefficients too
+    # muon: its coefficients too
+    others = 4 if kind == 'muon' else 4 * (count_moments(config, PARAMS) - 1)
     assert kind == 'adafactor' or dtypes.count('float32') == others
 
 
@@ -152,12 +151,8 @@ def test_a_function_is_the_optimizer_within_clipping_frozen_parameters_and_facto
     np.testing.assert_allclose(found['encoder']['block']['kernel'], 1 - step, rtol=1e-6)
     np.testing.assert_allclose(found['dense']['kernel'], 1 - step / 2, rtol=1e-6)
     np.testing.assert_array_equal(found['cls'], PARAMS['cls'])
-    assert (
-        count_moments(
-            OptimizerConfig(kind=optax.lion), {'kernel': jax.ShapeDtypeStruct((9,), 'float32')}
-        )
-        == 1
-    )
+    kernel = jax.ShapeDtypeStruct((9,), 'float32')
+    assert count_moments(OptimizerConfig(kind=optax.lion), {'kernel': kernel}) == 1
 
 
 def in_dense(tree):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -275,21 +276,27 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
     )
     width = model.num_classes if projects else feature_width(model)
     kind = f'cosine:{width}' if projects else 'cosine'
+    with array_files.error_prefix(path):
+        require(zipfile.is_zipfile(path), 'expected a file that numpy.savez wrote')
     with array_files.error_prefix(path), np.load(path) as file:
         wrong = f'got the arrays {", ".join(file)}; expected vectors and, optionally, scale, bias'
         fits = {'vectors'} <= {*file} <= {'vectors', 'class_names', *_NUMBERS}
         require(fits, f'{wrong} and class_names')
         arrays = {name: np.squeeze(file.get(name, value)) for name, value in _NUMBERS.items()}
-        arrays = {name: np.float32(a) for name, a in {'vectors': file['vectors'], **arrays}.items()}
+        arrays = {'vectors': file['vectors'], **arrays}
+        arrays = {n: array.astype(np.float32, casting='same_kind') for n, array in arrays.items()}
         for name, array in arrays.items():
             shape = (*array.shape[:1], width) if name == 'vectors' else ()
             require(array.shape == shape, f'{name}: got shape {array.shape}; expected {shape}')
             require(np.isfinite(array).all(), f'{name}: got NaN or Inf; expected finite values')
+        require(arrays['scale'] > 0, f'scale: got {arrays["scale"]}; expected a positive number')
         count = len(kernel := arrays.pop('vectors'))
+        require(kernel.any(axis=1).all(), 'vectors: got a vector of zeros, which has no direction')
+        names = np.atleast_1d(file['class_names']).tolist() if 'class_names' in file else ()
         card = dataclasses.replace(
             card,
             model=dataclasses.replace(model, num_classes=count, head=kind, head_bias=0.0),
-            class_names=tuple(file['class_names'].tolist()) if 'class_names' in file else (),
+            class_names=tuple(names),
             loss='sigmoid' if 'bias' in file else 'softmax',
         )
     kept = {'projection': {'kernel': params['head']['kernel']}} if projects else {}

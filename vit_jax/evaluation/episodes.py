@@ -49,11 +49,7 @@ class EpisodeResults(NamedTuple):
 
 
 def evaluate(
-    images: Labeled,
-    class_names: Sequence[str],
-    config: EpisodesConfig,
-    *,
-    l2: float = ridge.L2,
+    images: Labeled, class_names: Sequence[str], config: EpisodesConfig, *, l2: float = ridge.L2
 ) -> dict[int, EpisodeResults]:
     """Computes the test accuracy of few-shot classifiers in randomly drawn episodes.
 

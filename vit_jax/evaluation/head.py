@@ -197,8 +197,9 @@ def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
         metrics['recall'] = metrics.pop('accuracy')
         metrics['precision'] = of_class(outputs['accuracy'], outputs['predicted'])
         confused, confusion = _confusion(targets, outputs['predicted'], names)
-        if 'class_logits' in outputs and evaluation.num_images > 1:
-            calibrated = calibration.evaluate(outputs['class_logits'], targets)
+        logits = outputs.get('class_logits', np.array(np.nan))
+        if np.isfinite(logits).all() and evaluation.num_images > 1:
+            calibrated = calibration.evaluate(logits, targets)
     classes = _list_classes(names, targets, metrics)
     require(bool(classes), f'none of {evaluation.num_images:,} images has a class')
     predictions = _list_predictions(evaluation, source, targets)

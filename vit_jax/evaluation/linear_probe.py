@@ -170,6 +170,7 @@ class LinearProbe:
         Returns:
           Accuracies and protocol, as JSON.
         """
+        require(len(train.source) > 1, 'a linear probe needs 2 or more training images')
         order = np.random.default_rng(train.seed).permutation(len(train.source))
         first = max(1, round(self.config.validation_fraction * len(order)))
         sources = (select(train.source, part) for part in np.split(order, [first]))

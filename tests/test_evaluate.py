@@ -126,7 +126,7 @@ def test_an_existing_file_is_replaced_only_on_request(tmp_path):
     files = [*tmp_path.glob('out/*'), *tmp_path.glob('mistakes/*')]
     assert len(files) == 6
     for file in files:  # also if it is the only one
-        only = tmp_path / file.stem / file.name
+        only = tmp_path / f'only {file.name}' / file.name
         only.parent.mkdir()
         only.touch()
         with pytest.raises(UserError, match=f'{file.name}.*--overwrite'):
@@ -153,6 +153,14 @@ def test_only_data_classes_are_predicted_on_request(tmp_path):
         right = logits[kept][range(kept.sum()), labels[kept]]
         loss = (scipy.special.logsumexp(part, axis=1) - right).mean()
         assert report.means['loss'] == pytest.approx(loss, rel=1e-5)
+
+
+def test_outputs_that_are_not_finite_are_an_error():
+    network = loaded(tiny.model(), class_names=NAMES)
+    network.params['head']['bias'] = np.full(10, np.inf, np.float32)
+    reader = head.make_model_reader(network, make_opener()('digits', 'test[:3]'))
+    with pytest.raises(UserError, match='outputs of 3 of 3 images are not finite'):
+        head.evaluate_head(network, reader, batch_size=8)
 
 
 @pytest.mark.full

@@ -73,10 +73,10 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     written = [SUITE] if arguments.suite else [NUMBERS, MATRIX, PICTURE, RELIABILITY]
     folders = (out, written), (mistakes, [MISTAKES, SHEET])
     files = [os.path.join(folder, name) for folder, names in folders if folder for name in names]
-    suffix = pathlib.Path(predictions or '.csv').suffix.lower()
-    wrong = f'--predictions={predictions}: expected FILE.csv or FILE.jsonl'
-    require(suffix in ('.csv', '.jsonl'), wrong)
-    files += [predictions] if predictions else []
+    if predictions:
+        wrong = f'--predictions={predictions}: expected FILE.csv or FILE.jsonl'
+        require(predictions.lower().endswith(('.csv', '.jsonl')), wrong)
+        files.append(predictions)
     wrong = f'{predictions}: --predictions and --mistakes are written to the same file'
     require(len({*map(os.path.realpath, files)}) == len(files), wrong)
     require_new(files, overwrite=arguments.overwrite)
@@ -118,15 +118,11 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         print(f'warning: {text}; their accuracy says nothing about new images')
     for gap in origin.gaps if origin else []:
         print(f'warning: {gap}; some images may be undetected training images')
-    if not math.isfinite(report.means['loss']):
-        print('warning: the loss is not finite; the metrics mean nothing')
     print('\n' + '\n'.join(_describe_report(report)))
     written = list[pathlib.Path]()
     if arguments.out:
-        trained_on = {'split': split, 'trained_on': trained if origin else None}
-        flags = 'labels', 'by_order', 'only_data_classes'
-        settings = {'data': data} | {name: vars(arguments)[name] for name in flags} | trained_on
-        settings |= _describe_model(loaded, arguments)
+        settings = {'data': data, 'split': split, 'trained_on': trained if origin else None}
+        settings |= _describe_settings(loaded, arguments)
         written += _write_report(pathlib.Path(arguments.out), report, settings)
     if arguments.predictions:
         path = pathlib.Path(arguments.predictions)
@@ -188,12 +184,12 @@ def _format_name(name: str) -> str:
     return name.replace('top5', 'top-5').replace('_', ' ')
 
 
-def _describe_model(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the checkpoint and how images are prepared for it, as JSON."""
-    return {
+def _describe_settings(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the checkpoint, how images are prepared for it, and flags, as JSON."""
+    flags = 'head', 'labels', 'by_order', 'only_data_classes'
+    return {name: vars(arguments)[name] for name in flags} | {
         'checkpoint': redact(arguments.checkpoint),
         'origin': loaded.origin,
-        'head': arguments.head,
         'model': records.to_dict(loaded.config),
         'preprocessing': records.to_dict(loaded.preprocessing),
     }
@@ -269,17 +265,16 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     options['on_skipped'] = unreadable.append
     for test_set in imagenet_suite.TEST_SETS:
         try:
-            source = test_set.open(root)
+            source = renumber_classes(test_set.open(root), class_names)
+            with output.progress_bar() as bar:
+                total = -(-len(source) // arguments.batch_size)
+                watch = functools.partial(bar.track, total=total, description=test_set.name)
+                found = imagenet_suite.evaluate(test_set, loaded, source, watch=watch, **options)
         except UserError as error:
             if not isinstance(error, MissingFile) or test_set.command not in missing.values():
                 print(f'{test_set.name}: skipped ({error}); in {root}, run: {test_set.command}')
             missing[test_set.name] = test_set.command
             continue
-        source = renumber_classes(source, class_names)
-        with output.progress_bar() as bar:
-            total = -(-len(source) // arguments.batch_size)
-            watch = functools.partial(bar.track, total=total, description=test_set.name)
-            found = imagenet_suite.evaluate(test_set, loaded, source, watch=watch, **options)
         means[test_set.name] = found.means | {'images': found.num_images}
         texts = [f'{_format_name(n)} {results.text_of(n, x)}' for n, x in found.means.items()]
         images = plural(found.num_images, 'image')
@@ -287,9 +282,9 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
         mce = imagenet_suite.mean_corruption_error(means)
         if arguments.out:
             values = {'data': str(root), 'sets': means, 'mCE': mce, 'missing': missing}
-            values |= _describe_model(loaded, arguments)
+            values |= _describe_settings(loaded, arguments)
             write_json(pathlib.Path(arguments.out, SUITE), values)
-    require(bool(means), f'{root}: none of the test sets was found')
+    require(bool(means), f'{root}: none of the test sets was evaluated')
     if missing_c := [name for name in missing if name.startswith('c/')]:
         print(f'{"c":<22}no mCE: {plural(len(missing_c), "corruption")} missing')
     else:

@@ -68,8 +68,10 @@ def test_names_are_separated_by_commas_or_a_tuple(text, expected):
 
 def test_a_record_is_made_by_its_name_and_one_among_others_by_its_own():
     made = 'fewshot=none', 'fewshot=FewshotConfig', 'fewshot.shots=1', 'model=none'
-    config = load(TINY, made)
+    probe = 'fewshot.linear_probe=LinearProbeConfig', 'fewshot.linear_probe.mean_of_patches=true'
+    config = load(TINY, [*made, *probe])
     assert config.fewshot.shots == (1,) and config.model is None
+    assert config.fewshot.linear_probe.mean_of_patches == (True,)
     config = load(TINY, ['augmentation.crop=InceptionCrop'])
     assert config.augmentation.crop == InceptionCrop()
 

@@ -1,8 +1,8 @@
 """Training with random patch sizes (FlexiViT), and evaluations at other sizes."""
 
 import dataclasses
-import logging
 import math
+import unittest
 
 import chex
 import jax
@@ -79,15 +79,10 @@ def test_the_first_kind_of_step_has_the_longest_sequence():
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     """A trained run, and the programs that were compiled for it."""
-    compiled = []
-    handler = logging.Handler()
-    handler.emit = lambda record: compiled.append(record.getMessage())
-    logger = logging.getLogger('jax')
-    logger.addHandler(handler)
-    with jax.log_compiles():
-        run = training_run.train(experiment(), str(tmp_path_factory.mktemp('flexible')))
-    logger.removeHandler(handler)
-    return run, [line for line in compiled if 'Finished XLA compilation' in line]
+    folder = str(tmp_path_factory.mktemp('flexible'))
+    with jax.log_compiles(), unittest.TestCase().assertLogs('jax') as logs:
+        run = training_run.train(experiment(), folder)
+    return run, [line for line in logs.output if 'Finished XLA compilation' in line]
 
 
 def test_each_size_is_compiled_once(trained):
@@ -97,17 +92,13 @@ def test_each_size_is_compiled_once(trained):
     assert sum('jit(step)' in line for line in programs) == 3  # the model's, 2 and 8
 
 
-class Stopped(Exception):
-    pass
-
-
 @pytest.mark.full
 def test_a_killed_and_resumed_run_has_the_same_bits(trained, tmp_path):
     def kill(tick):
         if tick == 8:
-            raise Stopped
+            raise RuntimeError('the power is out')
 
-    with pytest.raises(Stopped):
+    with pytest.raises(RuntimeError, match='the power'):
         training_run.train(experiment(), str(tmp_path), job=tiny.WatchedJob(kill))
     resumed = training_run.train(experiment(), str(tmp_path), job=Job())
     chex.assert_trees_all_equal(resumed.state, trained[0].state)

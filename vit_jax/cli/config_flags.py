@@ -126,6 +126,8 @@ def _parse(text: str, options: tuple[Any, ...], *, where: str) -> Any:
         return records.from_dict(kinds[text], {}, where=where)
     if bool in options:
         return _BOOLEANS.get(text.lower(), text)
+    if tuple[bool, ...] in options:
+        return tuple(_BOOLEANS.get(word.lower(), word) for word in re.findall(r'\w+', text))
     if str in options:
         return text
     is_list = options in ((tuple[int, ...],), (tuple[float, ...],))

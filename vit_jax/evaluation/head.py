@@ -187,6 +187,9 @@ def find_absent_classes(source: Source) -> Bool[np.ndarray, 'k']:
 def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
     """Adds predictions and metrics per class. Raises UserError if no image has a class."""
     outputs, means, names = evaluation.outputs, evaluation.means, source.class_names
+    infinite = int((~np.isfinite(outputs['probability'])).sum())
+    wrong = f'the outputs of {infinite:,} of {evaluation.num_images:,} images are not finite'
+    require(infinite == 0, f'{wrong}: the checkpoint is damaged, or its arrays are too large')
     of_class = functools.partial(class_means, num_classes=len(names))
     targets = outputs['targets' if source.multi_label else 'label']
     metrics = {name: of_class(outputs[name], targets) for name in means if name in outputs}
@@ -197,9 +200,8 @@ def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
         metrics['recall'] = metrics.pop('accuracy')
         metrics['precision'] = of_class(outputs['accuracy'], outputs['predicted'])
         confused, confusion = _confusion(targets, outputs['predicted'], names)
-        logits = outputs.get('class_logits', np.array(np.nan))
-        if np.isfinite(logits).all() and evaluation.num_images > 1:
-            calibrated = calibration.evaluate(logits, targets)
+        if 'class_logits' in outputs and evaluation.num_images > 1:
+            calibrated = calibration.evaluate(outputs['class_logits'], targets)
     classes = _list_classes(names, targets, metrics)
     require(bool(classes), f'none of {evaluation.num_images:,} images has a class')
     predictions = _list_predictions(evaluation, source, targets)

@@ -11,8 +11,8 @@ from vit_jax.base.errors import UserError
 NAMES = tuple('9876543210')
 # CLIP's projection, SigLIP's attention pooling, and CLIP without its projection, by layout.
 TOWERS = 'clip_openclip', 'siglip_timm_remainder', 'clip_hf', 'siglip_hf', 'clip_hf_vision'
-MARKS = {True: (), False: pytest.mark.full}
-TOWERS = [pytest.param(n, marks=MARKS[n in reference.COMMITTED_FAMILIES]) for n in TOWERS]
+COMMITTED = reference.COMMITTED_FAMILIES
+TOWERS = [pytest.param(n, marks=() if n in COMMITTED else pytest.mark.full) for n in TOWERS]
 SCALE = 50.0
 
 
@@ -76,6 +76,9 @@ def test_a_classifier_is_not_replaced_and_other_formats_do_not_lose_the_head(tmp
     path, _ = class_file(tmp_path, 32)
     with pytest.raises(UserError, match='5 classes'):
         vit_jax.load(reference.family('siglip_hf_linear'), head=path)
+    vit_jax.save(loaded(tiny.model(num_classes=None, pool='cls_dist')), tmp_path / 'y', 'vit_jax')
+    with pytest.raises(UserError, match='not supported with two heads'):
+        vit_jax.load(tmp_path / 'y', head=path)
     classifier = loaded(tiny.model(head='cosine:4'))
     with pytest.raises(UserError, match='head=cosine:4.*vit_jax'):
         vit_jax.save(classifier, tmp_path / 'x.npz')

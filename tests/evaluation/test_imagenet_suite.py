@@ -118,9 +118,8 @@ def test_v2_folders_are_class_numbers(tmp_path):
 def test_corrupted_images_are_resized_whole_and_all_severities_count(network, tmp_path):
     """The class is what the model sees in the whole image; in its center it sees another."""
     center = dataclasses.replace(network.preprocessing, crop=CentralCrop(scale=2.0))
-    cropping = dataclasses.replace(
-        network, card=dataclasses.replace(network.card, preprocessing=center)
-    )
+    card = dataclasses.replace(network.card, preprocessing=center)
+    cropping = dataclasses.replace(network, card=card)
     photos = np.random.default_rng(0).integers(0, 255, (64, 20, 20, 3), np.uint8)
     photos[:, 5:15, 5:15] = 0
     whole, part = (

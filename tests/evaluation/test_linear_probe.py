@@ -81,10 +81,8 @@ def test_images_that_cannot_be_read_do_not_count():
 def test_the_test_set_does_not_choose_the_head():
     train = make_reader(IMAGES, LABELS)
     probe, params = make_probe(train)
-    found, other = (
-        probe.evaluate(params, train, make_reader(IMAGES, labels))
-        for labels in (LABELS, (LABELS + 1) % 3)
-    )
+    labels = LABELS, (LABELS + 1) % 3
+    found, other = (probe.evaluate(params, train, make_reader(IMAGES, one)) for one in labels)
     assert found['accuracy'] != other['accuracy']
     assert found | {'accuracy': None} == other | {'accuracy': None}
     best = max(found['validation_accuracy'].values())

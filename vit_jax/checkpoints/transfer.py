@@ -269,6 +269,8 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
       UserError: If the file cannot be used, or the checkpoint has another head.
     """
     model, projects = card.model, card.is_projection
+    is_distilled = isinstance(model, ViTConfig) and model.pool == 'cls_dist'
+    require(not is_distilled, f'head={path}: not supported with two heads (pool=cls_dist)')
     wrong = f'head={path}: the checkpoint has a head for {model.num_classes} classes'
     require(
         projects or model.num_classes is None,

@@ -274,13 +274,13 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             if not isinstance(error, MissingFile) or test_set.command not in missing.values():
                 print(f'{test_set.name}: skipped ({error}); in {root}, run: {test_set.command}')
             missing[test_set.name] = test_set.command
-            continue
-        means[test_set.name] = found.means | {'images': found.num_images}
-        texts = [f'{_format_name(n)} {results.text_of(n, x)}' for n, x in found.means.items()]
-        images = plural(found.num_images, 'image')
-        print(f'{test_set.name:<22}{", ".join([*texts, images])}', flush=True)
+        else:
+            means[test_set.name] = found.means | {'images': found.num_images}
+            texts = [f'{_format_name(n)} {results.text_of(n, x)}' for n, x in found.means.items()]
+            images = plural(found.num_images, 'image')
+            print(f'{test_set.name:<22}{", ".join([*texts, images])}', flush=True)
         mce = imagenet_suite.mean_corruption_error(means)
-        if arguments.out:
+        if arguments.out and means:
             values = {'data': str(root), 'sets': means, 'mCE': mce, 'missing': missing}
             values |= _describe_settings(loaded, arguments)
             write_json(pathlib.Path(arguments.out, SUITE), values)

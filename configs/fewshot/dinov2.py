@@ -21,7 +21,7 @@ from vit_jax.evaluation.probing import FewshotConfig
 def get_config() -> TrainConfig:
     """Returns the experiment; the command line sets checkpoint and data."""
     return TrainConfig(
-        data='tfds:imagenet2012',
+        data='digits',
         fewshot=FewshotConfig(
             crop=CentralCrop(scale=256 / 224, resize='bicubic_antialias', rounding='timm'),
             neighbors=(10, 20, 100, 200),

@@ -147,7 +147,7 @@ def with_patch_size(config: ModelConfig, patch_size: int | None) -> ModelConfig:
       UserError: If the parameters of the model cannot be resized, or if the patches do not fill the
         image.
     """
-    if patch_size is None:
+    if patch_size is None or getattr(config, 'patch_size', None) == (patch_size, patch_size):
         return config
     where = f'patch_size={patch_size}'
     if not isinstance(config, ViTConfig) or config.backbone is not None:

@@ -14,6 +14,7 @@ from vit_jax.base import Array, Float, Int, records
 TEMPERATURE = 0.07  # of kNN votes, as in DINO (Caron et al. 2021)
 EPSILON = 1e-5  # added to standard deviations of features
 _CHUNK = 1024  # number of test images that are predicted at once
+_MAX_SIMILARITIES = 2**28  # similarities that are computed at once: 1 GiB
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -105,18 +106,21 @@ def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: tuple[int, ...]) -
     wrong = f'neighbors={neighbors}: expected 1 to {len(train.labels)} (training images)'
     records.require(all(1 <= k <= len(train.labels) for k in neighbors), wrong)
     classes, labels = np.unique(train.labels, return_inverse=True)
-    training, counts = jnp.asarray(_unit(train.features)), np.array(neighbors)
+    counts, chunk = np.array(neighbors), max(1, min(_CHUNK, _MAX_SIMILARITIES // len(labels)))
     is_neighbor = np.arange(counts.max()) < counts[:, None]
 
-    def vote(features: Float[Array, 'd']) -> Int[Array, 'q']:
-        similarity = jnp.matmul(training, features, precision='highest')
-        near, index = jax.lax.top_k(similarity, counts.max())
-        weights = jnp.exp((near - 1) / TEMPERATURE) * is_neighbor
-        votes = jnp.zeros((len(counts), len(classes)))
-        return votes.at[:, jnp.asarray(labels)[index]].add(weights).argmax(axis=-1)
+    @jax.jit  # a program cannot have constants of 2 GB, so the training images are an argument
+    def vote(train: Array, labels: Array, test: Float[Array, 'n d']) -> Int[Array, 'n q']:
+        def vote_once(features: Float[Array, 'd']) -> Int[Array, 'q']:
+            similarity = jnp.matmul(train, features, precision='highest')
+            near, index = jax.lax.top_k(similarity, counts.max())
+            weights = jnp.exp((near - 1) / TEMPERATURE) * is_neighbor
+            votes = jnp.zeros((len(counts), len(classes)))
+            return votes.at[:, labels[index]].add(weights).argmax(axis=-1)
 
-    votes_of = jax.jit(functools.partial(jax.lax.map, vote, batch_size=_CHUNK))
-    predicted = classes[np.asarray(votes_of(_unit(test.features)))]
+        return jax.lax.map(vote_once, test, batch_size=chunk)
+
+    predicted = classes[np.asarray(vote(_unit(train.features), labels, _unit(test.features)))]
     accuracies = (predicted == test.labels[:, None]).mean(axis=0)
     return dict(zip(neighbors, accuracies.tolist(), strict=True))
 

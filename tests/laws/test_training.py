@@ -22,7 +22,7 @@ def taught(tmp_path_factory):
     # Without an average of parameters, only the checkpoint's own entry has the map.
     values |= {'model.width': 16, 'accumulation_steps': 2, 'ema_decay': 'none'}
     values |= {'optimizer.sharpness': 'Sam', 'optimizer.sharpness.rho_min': 0.01}
-    return values | {'optimizer.sharpness.alpha': 0.5, 'patch_dropout_until.steps': 40}
+    return values | {'optimizer.sharpness.alpha': 0.5, 'patch_dropout_until.steps': 20}
 
 
 @pytest.fixture(scope='module')
@@ -50,9 +50,9 @@ def interrupt(workdir, number, step, **options):
 def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught, tmp_path):
     workdir = tmp_path / 'run'
     for number, step, code in [
-        (signal.SIGKILL, 30, -9),
-        (signal.SIGINT, 60, INTERRUPTED),
-        (signal.SIGHUP, 90, REQUEUE),
+        (signal.SIGKILL, 15, -9),
+        (signal.SIGINT, 30, INTERRUPTED),
+        (signal.SIGHUP, 45, REQUEUE),
     ]:
         assert interrupt(workdir, number, step, values=taught) == [code]
     train(workdir, values=taught)
@@ -63,8 +63,8 @@ def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
     expected, workdir = tmp_path / 'whole', tmp_path / 'run'
     options = {'processes': 2, 'values': {'optimizer.kind': 'adamw'}}
     train(expected, **options)
-    assert interrupt(workdir, signal.SIGTERM, 10, **options) == [REQUEUE, REQUEUE]
-    assert interrupt(workdir, signal.SIGKILL, 50, **options)[1] == -9
+    assert interrupt(workdir, signal.SIGTERM, 5, **options) == [REQUEUE, REQUEUE]
+    assert interrupt(workdir, signal.SIGKILL, 25, **options)[1] == -9
     train(workdir, **options)
     assert_equal_runs(workdir, expected)
 
@@ -80,7 +80,7 @@ def test_losses_do_not_depend_on_devices_and_processes(
     found, expected = losses(tmp_path / 'run'), losses(whole)
     assert found.keys() == expected.keys()
     # Sums over devices are taken in another order: rounding, which grows from step to step.
-    for until, rtol in (20, 1e-6), (120, 1e-4):
+    for until, rtol in (10, 1e-6), (60, 1e-4):
         kept = [step for step in expected if step <= until]
         np.testing.assert_allclose(
             [found[step] for step in kept], [expected[step] for step in kept], rtol=rtol

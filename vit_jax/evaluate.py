@@ -77,7 +77,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         wrong = f'--predictions={predictions}: expected FILE.csv or FILE.jsonl'
         require(predictions.lower().endswith(('.csv', '.jsonl')), wrong)
         files.append(predictions)
-    wrong = f'{predictions}: --predictions and --mistakes are written to the same file'
+    wrong = f'{predictions}: --predictions and --mistakes cannot share a file'
     require(len({*map(os.path.realpath, files)}) == len(files), wrong)
     require_new(files, overwrite=arguments.overwrite)
 

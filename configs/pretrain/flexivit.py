@@ -22,7 +22,7 @@ SIZES = 48, 40, 30, 24, 20, 16, 15, 12, 10, 8
 
 
 def get_config(size: str = 'B') -> TrainConfig:
-    """Returns the experiment of a model size: that of AugReg, with random patch sizes."""
+    """Returns AugReg's experiment for a model size, with random patch sizes."""
     config = augreg.get_config(f'i21k,{size}/32,light2')
     config.model = variant(
         f'{size}/32', image_size=(240, 240), head_bias=-10.0, position_resize='bilinear_edges'

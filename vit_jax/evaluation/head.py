@@ -189,7 +189,7 @@ def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
     outputs, means, names = evaluation.outputs, evaluation.means, source.class_names
     infinite = int((~np.isfinite(outputs['probability'])).sum())
     wrong = f'the outputs of {infinite:,} of {evaluation.num_images:,} images are not finite'
-    require(infinite == 0, f'{wrong}: the checkpoint is damaged, or its arrays are too large')
+    require(infinite == 0, f'{wrong}: the checkpoint is damaged, or its values are too large')
     of_class = functools.partial(class_means, num_classes=len(names))
     targets = outputs['targets' if source.multi_label else 'label']
     metrics = {name: of_class(outputs[name], targets) for name in means if name in outputs}

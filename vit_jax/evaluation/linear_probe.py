@@ -61,7 +61,7 @@ class LinearProbeConfig(records.Record):
 
 
 class Heads(NamedTuple):
-    """Linear heads. The weights of the vectors that a head does not use are zero."""
+    """Linear heads. The weights of a head are zero for vectors that it does not use."""
 
     weights: Float[Array, 'h m d k']
     bias: Float[Array, 'h k']
@@ -73,7 +73,7 @@ def list_heads(config: LinearProbeConfig) -> list[tuple[int, bool, float]]:
 
 
 def make_mask(config: LinearProbeConfig) -> Float[np.ndarray, 'h m 1 1']:
-    """Makes an array that is 1 for the vectors that a head uses, and 0 for others."""
+    """Makes an array that is 1 for each vector that a head uses, and 0 elsewhere."""
     last = np.arange(max(config.blocks))
     used = [[*(last >= len(last) - blocks), mean] for blocks, mean, _ in list_heads(config)]
     return np.array(used, np.float32)[:, :, None, None]
@@ -103,9 +103,9 @@ def init_state(
 def update(
     config: LinearProbeConfig, state: tuple, vectors: Vectors, targets: Float[Array, 'b k']
 ) -> tuple[tuple[Heads, Any], Float[Array, '']]:
-    """Trains all heads for one step. Images whose targets are zero do not count.
+    """Trains all heads for one step, without images whose targets are all zero.
 
-    Returns the new heads and the new state of their optimizer, and the lowest loss of a head.
+    Returns ((the new heads, the new state of the optimizer), the lowest loss of any head).
     """
     rates = jnp.array([rate for *_, rate in list_heads(config)]) * (config.batch_size / 256)
 
@@ -124,7 +124,7 @@ def update(
 class LinearProbe:
     """The linear probe of a frozen model.
 
-    If the model does not pool a class token, the mean of the patches replaces it.
+    If the model pools no class token, the mean of the patches is used in its place.
 
     Raises:
       UserError: If the model has too few blocks.

@@ -109,7 +109,7 @@ def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: tuple[int, ...]) -
     counts, chunk = np.array(neighbors), max(1, min(_CHUNK, _MAX_SIMILARITIES // len(labels)))
     is_neighbor = np.arange(counts.max()) < counts[:, None]
 
-    @jax.jit  # a program cannot have constants of 2 GB, so the training images are an argument
+    @jax.jit  # `train` is passed in: a compiled program cannot hold constants of 2 GB
     def vote(train: Array, labels: Array, test: Float[Array, 'n d']) -> Int[Array, 'n q']:
         def vote_once(features: Float[Array, 'd']) -> Int[Array, 'q']:
             similarity = jnp.matmul(train, features, precision='highest')

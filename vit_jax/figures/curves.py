@@ -63,8 +63,8 @@ def draw_curves(
 def draw_reliability(found: Calibration) -> style.Drawing:
     """Draws the accuracy over the confidence of each bin (reliability diagram).
 
-    The images are those on which the temperature was not fitted. The area of a point is
-    proportional to the share of the images in its bin.
+    Uses the half of the images to which the temperature was not fitted. The area of a point is
+    proportional to the number of images in its bin.
     """
     drawing = style.canvas(5.6, 5.6, 'Accuracy by confidence (test half)')
     axes = drawing.subplots()

@@ -30,6 +30,6 @@ if __name__ == '__main__':
         config, *flags = MODELS[network]
         for name in SLICES:
             command = ['-m', 'vit_jax.plan', f'--config=configs/{config}', f'--topology={name}']
-            command += [*flags, '--largest']
+            command += flags
             print(f'$ python {shlex.join(command)}', flush=True)
             subprocess.run([sys.executable, *command])

@@ -105,7 +105,8 @@ class TrainConfig(Record):
     regularization: Regularization = default(Regularization)  # dropout, stochastic depth, ...
     patch_dropout_until: Duration | None = None  # PatchDropout ends here; None: at the end
     ema_decay: float | None = None  # decay of the moving average of parameters; None: no average
-    max_skipped_steps: int = 10  # steps in a row with non-finite loss or gradient before stopping
+    spike_deviations: float | None = None  # skip steps whose loss is this far above the last 128
+    max_skipped_steps: int = 10  # skipped steps in a row before the training stops
     seed: int = 0  # seed of all random numbers
 
     # Logs, evaluations and checkpoints. An interval is a number of steps, or epoch.

@@ -4,14 +4,12 @@
 
 It compiles the step that vit_jax.train would run, and needs no accelerator. For TPUs it needs their
 compiler: pip install 'vit_jax[tpu]'. A TPU topology is KIND:SHAPE (v5e:4x4, v6e:16x16, v5p:4x4x8),
-or 2*v5e:16x16 for two slices. A GPU topology is KIND:HOSTSxGPUS (h100:1x8). --largest also searches
-for the largest batch that fits, which takes minutes. On TPUs the printed memory can be up to 10 %
-too low, except near the limit.
+or 2*v5e:16x16 for two slices. A GPU topology is KIND:HOSTSxGPUS (h100:1x8).
+
+On TPUs the printed memory can be up to 10 % too low, except near the limit.
 """
 
 import argparse
-import dataclasses
-import sys
 import time
 
 import jax
@@ -24,7 +22,6 @@ from vit_jax.models import count_multiply_adds, count_params
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.planning.ahead_of_time import GIB, DoesNotFitError
 from vit_jax.planning.memory_plan import StepMemory
-from vit_jax.training.duration import Duration
 from vit_jax.training.sharpness import Sam
 
 
@@ -58,23 +55,13 @@ def main(arguments: argparse.Namespace) -> int:
     assert compute.remat != 'auto'
     for policy, result in memory_plan.try_remat_policies(config, compute.remat, where):
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
-    best = (batch_size, result) if isinstance(result, StepMemory) else None
-    if arguments.largest:
-        print('searching for the largest batch, which takes minutes', file=sys.stderr, flush=True)
-        # With a length in epochs, a larger batch could have fewer steps than the warm-up.
-        steps = Duration(steps=experiment.length.total_steps)
-        config = dataclasses.replace(memory_plan.with_remat_policy(config, policy), total=steps)
-        best = memory_plan.find_largest_batch(config, where, result)
-    if best is None:
-        print('does not fit: use more devices, a smaller batch (--largest finds it), ', end='')
+    if not isinstance(result, StepMemory):
+        print('does not fit: use more devices, a smaller batch, ', end='')
         print('--config.accumulation_steps or --config.mesh.fsdp')
         return 1
-    largest, memory = best
-    if arguments.largest:
-        print(f'largest     {largest:,} images with remat={policy}: {_gib(memory.peak)}')
     print(f'compiled in {time.monotonic() - start:.0f} s')
-    print('\n'.join(memory.sharding))
-    return 0 if isinstance(result, StepMemory) else 1
+    print('\n'.join(result.sharding))
+    return 0
 
 
 def _verdict(result: StepMemory | DoesNotFitError) -> str:
@@ -96,7 +83,6 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in ('num_classes', 'classes'), ('num_images', 'training images'):
         text = f'number of {text}; default: as in the data'
         parser.add_argument(f'--{name}', type=app.positive_int, metavar='N', help=text)
-    parser.add_argument('--largest', action='store_true', help='also search for the largest batch')
     return parser
 
 

@@ -384,8 +384,7 @@ def load_teacher(
         raise UserError(f'{where}.teacher: {error} ({advice})') from error
     except UserError as error:
         raise UserError(f'{where}.teacher={remote.redact(config.teacher)}: {error}') from error
-    params, scaling = teacher.params, teacher.preprocessing
-    digest = digest_model(teacher.config, params, preprocessing=scaling, dtype='float32')
+    digest = digest_model(teacher.config, teacher.params, teacher.preprocessing)
     wrong = f'{where}.digest: the teacher has {digest}; expected {config.digest}'
     require(config.digest in (None, digest), f'{wrong}; use the same teacher, or set digest=none')
     path = remote.redact(config.teacher)

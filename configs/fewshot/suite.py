@@ -6,7 +6,7 @@ central 224 x 224 pixels are used. A missing data set is skipped with a warning.
 Result: not run here, because the data sets need downloads.
 Cost: The evaluation is one forward pass of all images of the data sets.
 Command: python -m vit_jax.fewshot --config=configs/fewshot/suite.py --workdir=DIR \
-             --config.start_from=CHECKPOINT --config.fewshot.feature_cache=CACHE
+             --config.start_from=CHECKPOINT
 """
 
 from vit_jax.config import TrainConfig

@@ -10,10 +10,10 @@ import pytest
 import vit_jax
 from tests import networks, tiny
 from vit_jax.base import UserError
-from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
+from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.arrays import array_source
-from vit_jax.evaluation import features, probing
+from vit_jax.evaluation import probing
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.linear_probe import LinearProbeConfig
 from vit_jax.evaluation.probes import LogisticConfig
@@ -133,40 +133,6 @@ def test_images_that_cannot_be_read_are_left_out_of_all_probes():
     assert [note.split()[:3] for note in found['notes'][:2]] == [['2', 'of', '60']] * 2
     (drawn,) = found['train_images'].values()
     assert len(drawn) == 58 and not {'data[3]', 'data[40]'} & {*drawn}
-
-
-def test_features_are_kept_for_the_same_model_preparation_and_images(tmp_path):
-    computed = []
-
-    def features_of(reader, indices):
-        computed.append(1)
-        return pixels_of(reader, indices)
-
-    def is_computed(source, digest='model', **changes):
-        reader = dataclasses.replace(make_reader(source), **changes)
-        computed.clear()
-        found = features.cache(features_of, tmp_path, digest)(reader, np.array([5, 2]))
-        np.testing.assert_array_equal(found, pixels_of(reader, [5, 2]))
-        return bool(computed)
-
-    source, other = labeled(IMAGES, LABELS), IMAGES.copy()
-    other[7] ^= 1
-    for changes in (
-        {'source': source},
-        {'source': labeled(other, LABELS)},
-        {'source': labeled(IMAGES, LABELS[::-1].copy())},
-        {'source': source, 'digest': 'another'},
-        {'source': source, 'crop': CentralCrop()},
-        {'source': source, 'size': (8, 16)},
-    ):
-        assert is_computed(**changes) and not is_computed(**changes)
-    kept = next(iter(tmp_path.glob('*.npz')))
-    whole = kept.read_bytes()
-    for damaged in b'', whole[:-100], whole[:99] + bytes([whole[99] ^ 1]) + whole[100:]:
-        for path in tmp_path.glob('*.npz'):
-            path.write_bytes(damaged)
-        with pytest.raises(UserError, match='.npz'):
-            is_computed(source)
 
 
 def test_probes_need_one_class_an_image():

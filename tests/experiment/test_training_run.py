@@ -227,6 +227,41 @@ def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path)
 
 
 @pytest.mark.full
+def test_loss_spikes_are_skipped_and_a_resumed_run_skips_the_same(tmp_path):
+    """In two batches, the targets and thus the loss are ten times as large."""
+    order = loading.shuffled_sampler(1438, seed=0)
+    first = jnp.array([order(16 * step).index for step in (75, 85)])
+
+    def spiked(key, batch):
+        factor = jnp.where(jnp.isin(batch['example'][0], first), 10.0, 1.0)
+        return batch | {'labels': factor * jax.nn.one_hot(batch['labels'], 10)}
+
+    def fail(tick):
+        if tick == 74:
+            raise RuntimeError('the host is gone')
+
+    config = tiny.experiment(
+        total=Duration(steps=90),
+        checkpoint_every_steps=10,
+        log_every_steps=30,
+        augmentation=spiked,
+        spike_deviations=6.0,
+    )
+    whole = training_run.train(config, str(tmp_path / 'whole'))
+    skipped = [line for line in lines(tmp_path / 'whole') if line['kind'] == 'skipped']
+    assert [line['step'] for line in skipped] == [76, 86]
+    assert all(float(line['loss']) > 10 for line in skipped)
+    with pytest.raises(RuntimeError, match='host'):
+        training_run.train(config, str(tmp_path / 'run'), job=tiny.WatchedJob(fail))
+    again = training_run.train(config, str(tmp_path / 'run'))
+    assert [line['step'] for line in lines(tmp_path / 'run') if line['kind'] == 'skipped'] == [
+        76,
+        86,
+    ]
+    chex.assert_trees_all_equal(again.state.params, whole.state.params)
+
+
+@pytest.mark.full
 def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, capsys):
     config = tiny.experiment(
         model=None,

@@ -1,11 +1,19 @@
 import itertools
+import math
 import time
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from vit_jax.distributed.processes import Interrupted
-from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped, fit
+from vit_jax.training.loop import (
+    Clock,
+    NotFiniteError,
+    PeriodicAction,
+    TrainingStopped,
+    fit,
+)
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
@@ -115,3 +123,45 @@ def test_the_parts_of_the_time_make_the_whole_and_inner_parts_count_once():
     assert clock.seconds['inner'] >= 0.05 and 0.02 <= clock.seconds['outer']
     assert sum(clock.seconds.values()) <= total
     assert clock.seconds['outer'] <= total - 0.05
+
+
+LOSSES = np.random.default_rng(0).normal(3, 0.1, 300)
+LOSSES[[90, 170, 171]] = math.nan, 9.0, 9.0  # NaN is left out of the window
+
+
+def limits_of(steps, every, before=()):
+    """The limit that each update gets, and the losses after the last one."""
+    limits, losses = {}, [*before]
+
+    def update(state, batch, limit):
+        step = int(state.step)
+        limits[step] = float(limit)
+        scalars = {'skipped': jnp.asarray(0), 'parameter_norm': jnp.asarray(1.0)}
+        metrics = StepMetrics({'loss': jnp.asarray(LOSSES[step])}, jnp.asarray(1), scalars)
+        return state._replace(step=state.step + 1), metrics
+
+    fit(
+        update,
+        TrainState(jnp.asarray(steps.start), {}, None, None),
+        itertools.repeat({}),
+        steps=steps,
+        on_metrics=lambda step, metrics: None,
+        actions=[PeriodicAction(every, lambda step, state: None)],
+        clock=Clock(),
+        spike_deviations=6.0,
+        losses=losses,
+    )
+    return limits, losses
+
+
+def test_the_limit_of_a_loss_depends_on_the_losses_of_earlier_steps_only():
+    """Neither on saves and evaluations, which read the newest loss early, nor on a restart."""
+    limits, _ = limits_of(range(300), 1000)
+    assert limits == limits_of(range(300), 7)[0]
+    first, losses = limits_of(range(150), 1000)
+    assert limits == first | limits_of(range(150, 300), 1000, losses)[0]
+    window = LOSSES.astype(np.float32)[71:199]  # of step 200; the loss of step 199 is not known yet
+    mean, deviation = np.nanmean(window), np.nanstd(window, ddof=1)
+    assert limits[200] == pytest.approx(mean + 6 * deviation, rel=1e-5)
+    assert math.isinf(limits[64]) and limits[65] < 4
+    assert limits[171] < 9 < limits_of(range(150, 160), 1, [9.0] * 2 + [3.0] * 100)[0][150] + 8

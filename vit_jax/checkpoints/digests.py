@@ -13,7 +13,6 @@ import json
 import logging
 import pathlib
 import time
-from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -149,19 +148,12 @@ def quarantine(folder: Path) -> Path:
     return place
 
 
-def digest_model(
-    config: ModelConfig, params: Params, *, preprocessing: Preprocessing, dtype: str
-) -> str:
-    """Returns a digest of architecture, parameters, pixel normalization and dtype."""
-    scaling = preprocessing.mean, preprocessing.std, dtype
-    leaves = itertools.chain(*tree_names.named_leaves(params).items())
-    return digest_values(json.dumps(records.to_dict(config)), repr(scaling), *leaves)
-
-
-def digest_values(*parts: Any) -> str:
-    """Returns a SHA-256 digest of texts and arrays."""
+def digest_model(config: ModelConfig, params: Params, preprocessing: Preprocessing) -> str:
+    """Returns a SHA-256 digest of architecture, parameters and pixel normalization."""
+    scaling = preprocessing.mean, preprocessing.std, 'float32'
+    parts = json.dumps(records.to_dict(config)), repr(scaling)
     total = hashlib.sha256()
-    for part in parts:
+    for part in itertools.chain(parts, *tree_names.named_leaves(params).items()):
         data = np.asarray(part).tobytes()
         total.update(len(data).to_bytes(8, 'little') + data)
     return total.hexdigest()

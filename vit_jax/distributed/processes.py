@@ -19,11 +19,12 @@ import os
 import re
 import signal
 import socket
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -31,7 +32,7 @@ import jax
 # devices, but multihost_utils needs devices. jax's sync point for preemption handles only SIGTERM,
 # and does so even before there is a state to save. jax's CPU collectives listen at the address of
 # the host name, even if all processes run on one host.
-from jax._src import clusters, distributed, xla_bridge
+from jax._src import cache_key, clusters, distributed, xla_bridge
 from jaxlib import _jax
 
 from vit_jax.base import Record, UserError, raise_all, records, require, usable
@@ -42,7 +43,8 @@ EXIT_INTERRUPTED = 130  # exit code after Ctrl-C in a shell
 _CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: EXIT_INTERRUPTED}
 _NOTICE_SECONDS = 1.5  # seconds until all processes have read a notice
 _UNLIMITED = 10**9  # timeout in milliseconds: watchdog and heartbeats limit the time instead
-_NOTICE, _TICKS = 'vit_jax_notice', 'vit_jax_ticks'  # a key, and a folder of keys
+_NOTICE = 'vit_jax_notice'  # a key
+_TICKS, _PACE = 'vit_jax_ticks', 'vit_jax_pace'  # folders of keys
 _CLUSTER = (
     "a launch by srun or mpirun, TPU hosts or Kubernetes (pip install 'jax[k8s]'), or all of "
     '--coordinator_address, --num_processes, --process_id; --distributed=off runs a single process'
@@ -82,6 +84,8 @@ def connect(launch: LaunchConfig) -> None:
     devices: Any = [] if _has_own_devices() else None
     with usable('cluster', _CLUSTER):  # jax's cluster classes raise many exception types
         if None in place:
+            if clusters.GkeTpuCluster.is_env_present():
+                _check_slice()
             detect: Any = clusters.ClusterEnv.auto_detect_unset_distributed_params
             detected = detect(*place, devices, None, int(launch.start_seconds))
             place, devices = detected[:3], detected[3]
@@ -107,6 +111,32 @@ def connect(launch: LaunchConfig) -> None:
     if on_loopback and jax.config.values['jax_cpu_collectives_implementation'] == 'gloo':
         gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname='127.0.0.1')
         xla_bridge.register_backend_factory('cpu', lambda: xla_bridge.make_cpu_client(gloo))
+        # jax writes the compilation cache in process 0 only, and on CPUs the key depends on the
+        # process (jax 0.10.2): the others would compile at each start.
+        private: Any = cache_key
+        private._hash_accelerator_config = _hash_cpu
+
+
+def _hash_cpu(digest: Any, devices: Any) -> None:
+    """Adds the CPU's instruction sets to a key of the compilation cache, but not the process."""
+    with contextlib.suppress(OSError), open('/proc/cpuinfo', 'rb') as file:
+        digest.update(next((line for line in file if line.startswith(b'flags')), b''))
+
+
+def _check_slice() -> None:
+    """Raises UserError if GKE's variables of TPU slices are incomplete or contradict each other.
+
+    jax would take slice 0 for a missing number, and wait for processes that have another one.
+    """
+    env = os.environ
+    hosts = (env.get('TPU_PROCESS_ADDRESSES') or env['TPU_WORKER_HOSTNAMES']).split(',')
+    counts = {'TPU_WORKER_ID': len(hosts)}
+    if (slices := env.get('MEGASCALE_NUM_SLICES', '1')) != '1':
+        counts['MEGASCALE_SLICE_ID'] = int(slices)
+        require('MEGASCALE_COORDINATOR_ADDRESS' in env, 'MEGASCALE_COORDINATOR_ADDRESS: not set')
+    for name, count in counts.items():
+        fits = (value := env.get(name, '')).isdecimal() and int(value) < count
+        require(fits, f'{name}={value}: expected a number below {count}')
 
 
 def _announces_processes() -> bool:
@@ -138,6 +168,14 @@ def _on_abort(_: int) -> None:
 
 class Interrupted(Exception):
     """Raised after a signal, at the same step on all processes, so that they save and exit."""
+
+
+class Pace(NamedTuple):
+    """Seconds per step of the slowest process, its name, and the median over all processes."""
+
+    slowest: float
+    name: str
+    median: float
 
 
 class Job:
@@ -189,6 +227,23 @@ class Job:
         if self.index == 0:
             self._store.key_value_set(key, say())
         return str(self._store.blocking_key_value_get(key, _UNLIMITED))
+
+    def compare_pace(self, seconds: float) -> Pace | None:
+        """Publishes the seconds per step of this process, and compares all on process 0.
+
+        It does not wait, so values of other processes may be older. Returns None on other
+        processes, for a single process, and until all processes have published a value.
+        """
+        if self._store is None:
+            return None
+        mine = json.dumps([seconds, str(self)])
+        self._store.key_value_set(f'{_PACE}/{self.index}', mine, allow_overwrite=True)
+        values = self._store.key_value_dir_get(_PACE) if self.index == 0 else []
+        if len(values) < self.count or self.count == 1:
+            return None
+        paces = [json.loads(text) for _, text in values]
+        (slowest, name), median = max(paces), statistics.median_low(pace for pace, _ in paces)
+        return Pace(slowest, name, median)
 
     def barrier(self, name: str) -> None:
         """Waits until all processes have called it; the watchdog limits the time."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Float, UserError, plural, records, require, storage
+from vit_jax.base import Float, UserError, plural, records, require
 from vit_jax.data.image_preprocessing import Crop, Preprocessing
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import DataFunction, Source
@@ -37,8 +37,7 @@ class FewshotConfig(records.Record):
     """Evaluation of frozen features: few-shot linear probe, and other probes.
 
     kNN and logistic regression use all training images, episodes use test images only. `l2` also
-    applies to episodes with the classifier `ridge`. Only the program `fewshot` uses `linear_probe`
-    and `feature_cache`.
+    applies to episodes with the classifier `ridge`. Only the program `fewshot` uses `linear_probe`.
     """
 
     sets: dict[str, ProbeSet] = dataclasses.field(default_factory=dict)  # empty: experiment's data
@@ -50,7 +49,6 @@ class FewshotConfig(records.Record):
     logistic: LogisticConfig | None = None  # logistic regression; None: no logistic regression
     linear_probe: LinearProbeConfig | None = None  # heads trained with SGD; None: no linear probe
     episodes: EpisodesConfig | None = None  # episodic evaluation; None: no episodes
-    feature_cache: str | None = None  # folder to cache features of whole splits; None: no cache
     every_steps: Interval | None = None  # interval while training; None: only at the end
 
     def check(self) -> None:
@@ -62,8 +60,6 @@ class FewshotConfig(records.Record):
             require(distinct, f'{name}={values}: expected one or more distinct numbers')
         random = self.crop is not None and self.crop.random
         require(not random, 'crop: expected a deterministic crop, not one for training')
-        local = not storage.is_remote(self.feature_cache or '')
-        require(local, f'feature_cache={self.feature_cache!r}: expected a local folder')
 
 
 class Probe(NamedTuple):

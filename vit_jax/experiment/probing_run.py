@@ -2,14 +2,12 @@
 
 import dataclasses
 import functools
-import pathlib
 from typing import Any
 
 import jax
 from rich.console import Console
 
 from vit_jax.base import Path, UserError, records, write_json
-from vit_jax.checkpoints.digests import digest_model
 from vit_jax.checkpoints.transfer import remove_head, transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.loading import check_memory
@@ -78,9 +76,6 @@ def probe(
         console.print('\n'.join(lines))
         placed = meshes.put(params, shardings)
         features_of = features.make_feature_function(evaluator, placed, watch=job.tick_each)
-        if fewshot.feature_cache is not None and job.count == 1:
-            digest = digest_model(body, params, preprocessing=preprocessing, dtype=compute.dtype)
-            features_of = features.cache(features_of, pathlib.Path(fewshot.feature_cache), digest)
         train_linear = functools.partial(linear.evaluate, placed) if linear is not None else None
         result = probing.evaluate(features_of, probes, preprocessing, train_linear)
         result |= {'step': card.step, 'checkpoint': start.path} | origin

@@ -53,7 +53,7 @@ class Reporter:
         steps: range,
         progress: dict[str, Any],
         clock: Clock,
-        console: Console,
+        job: Job,
     ):
         """Opens the files of a run in `folder`.
 
@@ -63,23 +63,26 @@ class Reporter:
           steps: The steps of this start.
           progress: `Reporter.progress` from the restored checkpoint; {} for a new run.
           clock: Measures the time of this start by activity.
-          console: Prints lines. If it is quiet, no files are written and no writers are called.
+          job: This process. Process 0 prints, writes the files and calls the writers.
         """
         config, length = experiment.config, experiment.length
-        self.console, self.clock, self._steps = console, clock, steps
+        self.console, self.clock, self._steps, self._job = make_console(job), clock, steps, job
         self._log_every_steps = length.log_interval_steps(config.log_every_steps)
         self._batch_size = config.batch_size
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
+        self.losses = [*progress.get('losses', [])]  # see `fit`
+        self._slow_process: str | None = None  # in the last report
         # Number of unreadable training images that were skipped, with repetitions, over all starts.
         self.skipped_images = progress.get('skipped', 0)
         self.earlier_seconds: dict[str, float] = {}  # seconds of earlier starts by activity
         self._folder, self._files = folder, dict[str, Any]()  # open files by name
         self._run = 1  # number of this start
-        self._writers = () if console.quiet else config.writers
+        self._writers = () if self.console.quiet else config.writers
         self._failed_writers: list[Writer] = []
-        if not console.quiet:
+        if not self.console.quiet:
             self._open_files(experiment, folder)
         self._busy_before, self._began = self._busy_seconds(), time.monotonic()
+        self._waited_before = clock.device_wait
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
         """Opens the files. Removes lines of metrics.jsonl that this start will write again."""
@@ -127,7 +130,8 @@ class Reporter:
     @property
     def progress(self) -> dict[str, Any]:
         """State of the reporter for the next checkpoint, as JSON values."""
-        return {'recent': [each._asdict() for each in self._recent], 'skipped': self.skipped_images}
+        recent = [metrics._asdict() for metrics in self._recent]
+        return {'recent': recent, 'skipped': self.skipped_images, 'losses': [*self.losses]}
 
     def record_event(self, event: str, step: int | None) -> None:
         """Writes an event to the event log. `step` is the step of the current state, if any."""
@@ -142,7 +146,9 @@ class Reporter:
         self.skipped_images += self._batch_size - round(metrics.num_examples)
         if metrics.scalars['skipped']:
             loss, norm = str(metrics.means['loss']), str(metrics.scalars['gradient_norm'])
+            is_finite = math.isfinite(metrics.means['loss'] + metrics.scalars['gradient_norm'])
             text = f'update skipped: loss {loss}, gradient_norm {norm}'
+            text += ' (loss spike)' if is_finite else ''
             self.record_metrics('skipped', step, {'loss': loss, 'gradient_norm': norm}, text)
         is_due = step % self._log_every_steps == 0 or step == self._steps.stop
         if is_due:
@@ -164,6 +170,8 @@ class Reporter:
         numbers |= {name: sum(m.sums[name] for m in used) / examples for name in last.sums}
         busy, images = self._busy_seconds(), sum(m.num_examples for m in self._recent)
         speed = numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
+        seconds = (busy - self._busy_before) / max(1, len(self._recent))
+        numbers |= self._compare_processes(step, seconds)
         self._recent, self._busy_before = [], busy
         text = f'loss {numbers["loss"]:.4f}'
         text += f'  accuracy {numbers["accuracy"]:.1%}' if 'accuracy' in numbers else ''
@@ -173,6 +181,28 @@ class Reporter:
         pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
         left = format_duration(pace * (self._steps.stop - step))
         self.console.print(f'step {step}/{self._steps.stop}  {text}  {left} left')
+
+    def _compare_processes(self, step: int, seconds: float) -> dict[str, float]:
+        """Returns how long the slowest process takes per step; {} if it is the only one.
+
+        Logs a warning if the other processes wait for it.
+
+        Args:
+          step: The step.
+          seconds: Wall time per step since the last report.
+        """
+        waited = self.clock.device_wait - self._waited_before
+        self._waited_before += waited
+        pace = self._job.compare_pace(seconds - waited / max(1, len(self._recent)))
+        if pace is None:
+            return {}
+        is_slow = pace.slowest > max(0.8 * seconds, 2 * pace.median)
+        if is_slow and pace.name != self._slow_process:
+            text = 'step %d: %s is slow: %.3g s per step without waiting for devices, others %.3g s'
+            logging.warning(text, step, pace.name, pace.slowest, pace.median)
+        self._slow_process = pace.name if is_slow else None
+        ratio = pace.slowest / max(pace.median, 1e-9)
+        return {'slowest_host_seconds': pace.slowest, 'slowest_host_ratio': ratio}
 
     def _busy_seconds(self) -> float:
         """Returns the wall time of steps, with waits for data but without saves and evaluations."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import psutil
 from rich.console import Console
 
@@ -101,7 +102,7 @@ def train(
         if selection and (saved := progress.get('selection')):
             selection.resume(saved)
         reporter = Reporter(
-            experiment, workdir.folder, steps=steps, progress=progress, clock=clock, console=console
+            experiment, workdir.folder, steps=steps, progress=progress, clock=clock, job=job
         )
         stack.enter_context(contextlib.closing(reporter))
         run = TrainingRun(opened, job, programs, checkpoints, reporter)
@@ -219,7 +220,8 @@ def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | Non
     out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
     update = experiment.updates[kind or experiment.config.step_kinds[0]]
     step = meshes.jit_on(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
-    return step.lower(state, batches.abstract(experiment.train_reader), experiment.teacher)
+    limit = () if experiment.config.spike_deviations is None else (np.float32(0),)
+    return step.lower(state, batches.abstract(experiment.train_reader), experiment.teacher, *limit)
 
 
 def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
@@ -369,7 +371,9 @@ class TrainingRun:
         watched = loop.profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
         with contextlib.closing(watched):
             return loop.fit(
-                lambda state, batch: next(updates)(state, batch, experiment.teacher),
+                lambda state, batch, *limit: next(updates)(
+                    state, batch, experiment.teacher, *limit
+                ),
                 state,
                 watched,
                 steps=steps,
@@ -377,6 +381,8 @@ class TrainingRun:
                 actions=self._actions(),
                 clock=self.reporter.clock,
                 max_skipped_steps=config.max_skipped_steps,
+                spike_deviations=config.spike_deviations,
+                losses=self.reporter.losses,
             )
 
     def _actions(self) -> list[PeriodicAction]:

@@ -1,7 +1,7 @@
 """Finds training steps that fit the memory of devices that are not attached, by compiling them."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -10,7 +10,7 @@ from vit_jax.base import Params, UserError, require
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.distributed import meshes, sharding_rules
+from vit_jax.distributed import sharding_rules
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment, open_start, resolve_model
 from vit_jax.models import Remat
@@ -21,7 +21,6 @@ from vit_jax.training import muon
 from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.training.param_groups import make_param_groups
 
-_TRIALS = 4  # compilations to find the largest batch
 _NEAR = 0.85  # fraction of the memory above which a quick compilation is not accurate enough
 
 
@@ -112,62 +111,17 @@ def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh)
     return muon.count_flops(params, make_param_groups(config, params).trainable, mesh)
 
 
-def with_remat_policy(config: TrainConfig, remat: Remat) -> TrainConfig:
-    """Returns the configuration with another rematerialization policy."""
-    return dataclasses.replace(config, compute=dataclasses.replace(config.compute, remat=remat))
-
-
 def try_remat_policies(
     config: TrainConfig, first: Remat, topology: Topology
 ) -> Iterator[tuple[Remat, StepMemory | DoesNotFitError]]:
     """Compiles the step with each rematerialization policy, starting at `first`, until one fits."""
     for policy in POLICIES[POLICIES.index(first) :]:
-        result = _compile_or_error(with_remat_policy(config, policy), topology)
+        compute = dataclasses.replace(config.compute, remat=policy)
+        result: StepMemory | DoesNotFitError
+        try:
+            result = compile_step(dataclasses.replace(config, compute=compute), topology)
+        except DoesNotFitError as error:
+            result = error
         yield policy, result
         if isinstance(result, StepMemory):
             return
-
-
-def find_largest_batch(
-    config: TrainConfig, topology: Topology, first: StepMemory | DoesNotFitError
-) -> tuple[int, StepMemory] | None:
-    """Searches for the largest batch size that fits; returns None if no tried size fits.
-
-    Args:
-      config: The experiment.
-      topology: The devices.
-      first: The result for `config.batch_size`.
-    """
-    mesh = meshes.make_mesh(config.mesh, topology.devices)
-    unit = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    tried = {config.batch_size: first}
-    for _ in range(_TRIALS):
-        batch_size = _next_batch_size(tried, topology.memory) // unit * unit
-        if batch_size == 0 or batch_size in tried:
-            break
-        larger = dataclasses.replace(config, batch_size=batch_size)
-        tried[batch_size] = _compile_or_error(larger, topology)
-    fits = [(size, result) for size, result in tried.items() if isinstance(result, StepMemory)]
-    return max(fits, default=None)
-
-
-def _next_batch_size(tried: Mapping[int, StepMemory | DoesNotFitError], memory: int) -> int:
-    """Estimates the batch size that needs all memory, assuming linear growth with the batch."""
-    fits = {size: result for size, result in tried.items() if isinstance(result, StepMemory)}
-    too_large = min(tried.keys() - fits.keys(), default=None)
-    if not fits:
-        assert too_large is not None
-        error = tried[too_large]
-        assert isinstance(error, DoesNotFitError)
-        return int(0.95 * too_large * memory / error.needed) if error.needed else too_large // 2
-    points = [(0, fits[min(fits)].state), *sorted((size, fits[size].peak) for size in fits)]
-    (smaller, below), (largest, peak) = points[-2:]
-    guess = largest + int((memory - peak) / max((peak - below) / (largest - smaller), 1.0))
-    return guess if too_large is None else min(guess, (largest + too_large) // 2)
-
-
-def _compile_or_error(config: TrainConfig, topology: Topology) -> StepMemory | DoesNotFitError:
-    try:
-        return compile_step(config, topology)
-    except DoesNotFitError as error:
-        return error

@@ -11,16 +11,20 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from math import isfinite
+from math import inf, isfinite
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from vit_jax.base import Batch, Path, errors, storage
 from vit_jax.distributed.processes import Interrupted
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
+
+LOSS_WINDOW = 128  # number of recent losses that `limit_loss` uses
 
 
 class NotFiniteError(ArithmeticError):
@@ -70,6 +74,7 @@ class Clock:
 
     def __init__(self, seconds_before: float = 0.0) -> None:
         self.seconds: dict[str, float] = {'start': seconds_before}
+        self.device_wait = 0.0  # the part of `step` in which the host waited for devices
         self._running: list[str] = []
         self._since = time.monotonic()
 
@@ -91,8 +96,17 @@ class Clock:
         self._since = now
 
 
+def limit_loss(losses: Sequence[float], deviations: float) -> float:
+    """Returns the mean of recent losses plus `deviations` times their standard deviation.
+
+    A step with a higher loss is a spike. The limit is infinite until half of the window is filled.
+    """
+    finite = [loss for loss in losses[-LOSS_WINDOW:] if isfinite(loss)]
+    return fmean(finite) + deviations * stdev(finite) if len(finite) >= LOSS_WINDOW // 2 else inf
+
+
 def fit(
-    update: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]],
+    update: Callable[..., tuple[TrainState, StepMetrics]],
     state: TrainState,
     batches: Iterator[Batch],
     *,
@@ -101,6 +115,8 @@ def fit(
     actions: Sequence[PeriodicAction],
     clock: Clock,
     max_skipped_steps: int = 1,
+    spike_deviations: float | None = None,
+    losses: list[float] | None = None,
 ) -> TrainState:
     """Runs `update` for each of `steps`, with one batch each, and returns the last state.
 
@@ -116,6 +132,8 @@ def fit(
       actions: Actions that evaluate or save the state, or end the training.
       clock: Measures `step` and `data wait`.
       max_skipped_steps: Number of skipped updates in a row that end the training.
+      spike_deviations: If given, `update` also gets the limit of `limit_loss` for each step.
+      losses: Losses of the steps before `steps`; newer ones are appended.
 
     Raises:
       NotFiniteError: If parameters are not finite, or `max_skipped_steps` updates in a row were
@@ -123,7 +141,7 @@ def fit(
       TrainingStopped: If `batches` or an action raises Interrupted.
     """
     pending: tuple[int, StepMetrics] | None = None
-    skipped = 0
+    skipped, losses = 0, [] if losses is None else losses
 
     @clock('step')
     def read_pending() -> None:
@@ -132,21 +150,31 @@ def fit(
             return
         step, metrics = pending
         pending = None
+        since = time.monotonic()
         metrics = jax.tree.map(float, jax.device_get(metrics))
+        clock.device_wait += time.monotonic() - since
+        losses.append(metrics.means['loss'])
+        del losses[: -LOSS_WINDOW - 1]
         on_metrics(step, metrics)
         skipped = skipped + 1 if metrics.scalars['skipped'] else 0
         if skipped >= max_skipped_steps or not isfinite(metrics.scalars['parameter_norm']):
             numbers = metrics.means | metrics.scalars
-            values = ', '.join(f'{name} is {n}' for name, n in numbers.items() if not isfinite(n))
+            values = [f'{name} is {n}' for name, n in numbers.items() if not isfinite(n)]
+            text = ', '.join(values) or f'loss is {numbers["loss"]:.4g}, a spike'
             more = f'; {skipped} updates in a row were skipped' if skipped > 1 else ''
-            raise NotFiniteError(f'step {step}: {values}{more}')
+            raise NotFiniteError(f'step {step}: {text}{more}')
 
     try:
         for step in steps:
             with clock('data wait'):
                 batch = next(batches)
             with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
-                state, metrics = update(state, batch)
+                limit = tuple[np.float32, ...]()
+                if spike_deviations is not None:
+                    # The newest loss is known only after an action or a restart: it is never used.
+                    before = losses if pending else losses[:-1]
+                    limit = (np.float32(limit_loss(before, spike_deviations)),)
+                state, metrics = update(state, batch, *limit)
                 read_pending()
                 pending = step + 1, metrics
             if any(action.is_due(step + 1, steps.stop) for action in actions):

@@ -133,8 +133,9 @@ def make_update(
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
 
-    If the loss or the gradient norm is not finite, the update is skipped: the state keeps its
-    values, except for the step counters of state and schedule, and the metric `skipped` is 1.
+    If the loss or the gradient norm is not finite, or the loss is above `loss_limit`, the update is
+    skipped: the state keeps its values, except for the step counters of state and schedule, and the
+    metric `skipped` is 1.
 
     Args:
       loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`). With a teacher, it
@@ -152,11 +153,15 @@ def make_update(
         metrics are from the first pass; `gradient_norm` is the norm of SAM's gradient.
 
     Returns:
-      `update(state, batch, teacher=None)`; `teacher` are the parameters of the teacher, if any.
+      `update(state, batch, teacher=None, loss_limit=None)`; `teacher` are the parameters of the
+      teacher, if any.
     """
 
     def update(
-        state: TrainState, batch: Batch, teacher: Params | None = None
+        state: TrainState,
+        batch: Batch,
+        teacher: Params | None = None,
+        loss_limit: Float[Array, ''] | None = None,
     ) -> tuple[TrainState, StepMetrics]:
         options = {} if teacher is None else {'teacher': teacher}
 
@@ -181,28 +186,30 @@ def make_update(
             average = optax.incremental_update(params, state.ema_params, 1 - ema_decay)
         # Selecting the state here lets XLA reuse the old memory. optax.apply_if_finite does
         # not check the loss or select the average, and it applies the last of many bad updates.
-        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+        is_used = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+        if loss_limit is not None:
+            is_used &= loss <= loss_limit
         updated = TrainState(state.step, params, opt_state, average)
-        after = _select(finite, updated, state)
+        after = _select(is_used, updated, state)
         scalars = {
             'learning_rate': schedule(state.step),
             'gradient_norm': gradient_norm,
             'parameter_norm': optax.tree.norm(after.params),
-            'skipped': 1 - finite.astype(jnp.int32),
+            'skipped': 1 - is_used.astype(jnp.int32),
         }
         return after._replace(step=state.step + 1), StepMetrics(sums, examples, scalars)
 
     return update
 
 
-def _select(finite: Bool[Array, ''], new: TrainState, old: TrainState) -> TrainState:
-    """Returns `new` if `finite`, otherwise `old` with the new state of the schedule."""
+def _select(is_used: Bool[Array, ''], new: TrainState, old: TrainState) -> TrainState:
+    """Returns `new` if `is_used`, otherwise `old` with the new state of the schedule."""
 
     def is_schedule(node: Any) -> bool:  # it advances in skipped steps too
         return isinstance(node, optax.ScaleByScheduleState)
 
     def select(new: Any, old: Any) -> Any:
-        return new if is_schedule(new) else jnp.where(finite, new, old)
+        return new if is_schedule(new) else jnp.where(is_used, new, old)
 
     return jax.tree.map(select, new, old, is_leaf=is_schedule)
 

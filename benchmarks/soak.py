@@ -34,7 +34,7 @@ from tests.hosts import free_port, result  # noqa: E402
 from vit_jax.distributed.processes import REQUEUE  # noqa: E402
 from vit_jax.experiment.reporter import read_events  # noqa: E402
 
-STEPS_PER_KILL = 60  # at most so many steps finish between two kills
+STEPS_PER_KILL = 25  # more than the steps between two kills
 CHECKPOINT_STEPS = 10
 TIMEOUT_SECONDS = 600  # of a start, and of the exit of processes whose partner was killed
 KILL_EVERY_SECONDS = 1800  # in the simulation
@@ -97,7 +97,7 @@ def soak(folder: pathlib.Path, count: int, kills: int) -> list[dict[str, Any]]:
                     file.write(json.dumps(killed) + '\n')
                 record.append(killed)
                 print(f'{count} processes, kill {len(record)} of {kills}: {killed}', flush=True)
-            wait_for_step(folder, processes, since, moments.randrange(1, STEPS_PER_KILL // 2))
+            wait_for_step(folder, processes, since, moments.randrange(1, 30))
             time.sleep(moments.uniform(0, 0.05))
             victims = [*range(count)] if moments.random() < 0.5 else [moments.randrange(count)]
             for index in victims:

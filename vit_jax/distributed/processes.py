@@ -133,10 +133,11 @@ def _check_slice() -> None:
     counts = {'TPU_WORKER_ID': len(hosts)}
     if (slices := env.get('MEGASCALE_NUM_SLICES', '1')) != '1':
         counts['MEGASCALE_SLICE_ID'] = int(slices)
-        require('MEGASCALE_COORDINATOR_ADDRESS' in env, 'MEGASCALE_COORDINATOR_ADDRESS: not set')
+        name = 'MEGASCALE_COORDINATOR_ADDRESS'
+        require(name in env, f'cluster: {name} is not set; expected the address of slice 0')
     for name, count in counts.items():
         fits = (value := env.get(name, '')).isdecimal() and int(value) < count
-        require(fits, f'{name}={value}: expected a number below {count}')
+        require(fits, f'cluster: {name}={value}; expected a number below {count}')
 
 
 def _announces_processes() -> bool:

@@ -1,0 +1,169 @@
+"""deploy/: manifests match the schemas, their commands are valid, and exit code 75 is a restart."""
+
+import gzip
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.hosts import ROOT
+from vit_jax import train
+
+DEPLOY, SCHEMAS = ROOT / 'deploy', ROOT / 'tests/schemas'
+needs_kubectl = pytest.mark.skipif(not shutil.which('kubectl'), reason='needs kubectl')
+has_docker = (
+    shutil.which('docker') and subprocess.run(['docker', 'info'], stdout=-3).returncode == 0
+)
+
+
+def strict(schema):
+    """Rejects unknown fields everywhere, as `kubeconform -strict` does."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {'additionalProperties': False} if isinstance(schema.get('properties'), dict) else {}
+    return {name: strict(value) for name, value in schema.items()} | closed
+
+
+def read_schema(name):
+    return strict(json.loads(gzip.decompress((SCHEMAS / f'{name}.json.gz').read_bytes())))
+
+
+def render(place):
+    command = ['kubectl', 'kustomize', str(DEPLOY / 'gke' / place)]
+    return yaml.safe_load(subprocess.run(command, check=True, capture_output=True).stdout)
+
+
+def check_jobset(jobset):
+    """Checks the manifest; returns its Job and its pod."""
+    jsonschema.validate(jobset, read_schema('jobset'))
+    (replicated,) = jobset['spec']['replicatedJobs']
+    job = replicated['template']['spec']
+    pod = job['template']['spec']
+    assert job['parallelism'] == job['completions'] and job['completionMode'] == 'Indexed'
+    assert pod['restartPolicy'] == 'Never'  # otherwise podFailurePolicy is rejected
+    actions = {
+        code: rule['action']
+        for rule in job['podFailurePolicy']['rules']
+        for code in rule.get('onExitCodes', {}).get('values', [])
+    }
+    assert actions == {75: 'Ignore', 2: 'FailJob'}
+    return job, pod
+
+
+def check_flags(words):
+    """Parses the command's flags as the program does."""
+    start = next(n for n, word in enumerate(words) if word.endswith('vit_jax.train')) + 1
+    arguments = train.make_parser().parse_args(words[start:])
+    assert arguments.config.checkpoint_every_steps  # the default is a single one, at the end
+    return arguments
+
+
+def run_with_stub(command, folder, python, **env):
+    """Runs a command in a folder; returns the parsed flags that it gives to the program."""
+    stub = folder / python
+    stub.parent.mkdir(parents=True, exist_ok=True)
+    stub.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    stub.chmod(0o755)
+    env |= {'PATH': f'{folder}:/usr/bin:/bin'}
+    done = subprocess.run(command, env=env, cwd=folder, check=True, capture_output=True, text=True)
+    return check_flags(done.stdout.splitlines())
+
+
+def test_the_base_manifest_matches_the_schema():
+    jobset = yaml.safe_load((DEPLOY / 'gke/base/jobset.yaml').read_text())
+    _, pod = check_jobset(jobset)
+    check_flags([*pod['containers'][0]['command'], *pod['containers'][0]['args']])
+    jobset['spec']['replicatedJobs'][0]['template']['spec']['backofLimit'] = 1
+    with pytest.raises(jsonschema.ValidationError, match='backofLimit'):
+        check_jobset(jobset)
+
+
+@needs_kubectl
+@pytest.mark.parametrize('place', ['v5e', 'v6e', 'tpu7x'])
+def test_a_tpu_slice_has_a_pod_for_each_host(place):
+    job, pod = check_jobset(render(place))
+    sides = pod['nodeSelector']['cloud.google.com/gke-tpu-topology'].split('x')
+    per_host = pod['containers'][0]['resources']['limits']['google.com/tpu']
+    assert math.prod(map(int, sides)) == job['parallelism'] * per_host
+
+
+@needs_kubectl
+def test_gpu_pods_know_their_place(tmp_path):
+    """The command is started by a shell, with the index of the pod."""
+    jobset = render('h100')
+    job, pod = check_jobset(jobset)
+    container = pod['containers'][0]
+    command = [*container['command'], *container['args']]
+    arguments = run_with_stub(command, tmp_path, 'python', JOB_COMPLETION_INDEX='1')
+    assert (arguments.num_processes, arguments.process_id) == (job['completions'], 1)
+    name, group = jobset['metadata']['name'], jobset['spec']['replicatedJobs'][0]['name']
+    assert arguments.coordinator_address.startswith(f'{name}-{group}-0-0.{name}:')
+
+
+def test_the_task_of_skypilot_matches_its_schema(tmp_path):
+    task, schemas = yaml.safe_load((DEPLOY / 'skypilot.yaml').read_text()), read_schema('skypilot')
+    jsonschema.validate(task, schemas['task'])
+    jsonschema.validate(task['resources'], schemas['resources'])
+    assert task['resources']['job_recovery']['recover_on_exit_codes'] == [75]
+    place = {'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2', 'SKYPILOT_NUM_NODES': '2'}
+    env = task['envs'] | place | {'SKYPILOT_NODE_RANK': '1'}
+    arguments = run_with_stub(['bash', '-c', task['run']], tmp_path, '.venv/bin/python', **env)
+    assert (arguments.num_processes, arguments.process_id) == (task['num_nodes'], 1)
+    assert arguments.coordinator_address == '10.0.0.1:8476'
+    assert arguments.workdir == task['envs']['WORKDIR']
+
+
+@pytest.mark.parametrize('code, requeued', [(75, 'requeue 7\n'), (1, ''), (0, '')])
+def test_slurm_queues_a_job_again_after_exit_code_75(code, requeued, tmp_path):
+    scripts = {'srun': f'echo "$@" > {tmp_path}/words; exit {code}', 'scontrol': 'echo "$@"'}
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\n{text}\n')
+        (tmp_path / name).chmod(0o755)
+    env = os.environ | {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'SLURM_JOB_ID': '7'}
+    script = DEPLOY / 'slurm.sh'
+    done = subprocess.run([script, '--config.seed=1'], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, requeued)
+    assert check_flags((tmp_path / 'words').read_text().split()).config.seed == 1
+
+
+def dockerfile():
+    """The install command of the target `cpu`, and the command of the comment at the top."""
+    text = (DEPLOY / 'Dockerfile').read_text()
+    install = re.search(r'AS cpu\nRUN pip (install .*)', text)[1]
+    return shlex.split(install), re.search(r'IMAGE (python .*)', text)[1].split()[1:]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(has_docker, reason='the image is built instead')
+def test_the_lines_of_the_dockerfile_install_what_the_quickstart_needs(tmp_path):
+    """In a virtual environment; the line of apt-get is not run."""
+    install, program = dockerfile()
+    ignored = (DEPLOY / 'Dockerfile.dockerignore').read_text().replace('**/', '').split()
+    copy = shutil.copytree(ROOT, tmp_path / 'vit_jax', ignore=shutil.ignore_patterns(*ignored))
+    subprocess.run([sys.executable, '-m', 'venv', tmp_path / 'venv'], check=True)
+    python = tmp_path / 'venv/bin/python'
+    subprocess.run([python, '-m', 'pip', *install], cwd=copy, check=True, timeout=900)
+    short = ['--config.total.steps=3', '--config.schedule.warmup.steps=1']
+    command = [python, *program, *short, f'--workdir={tmp_path}/run']
+    env = os.environ | {'XLA_FLAGS': '', 'PYTHONPATH': ''}
+    done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and 'reached' in done.stdout, done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not has_docker, reason='needs docker')
+def test_the_image_is_built_and_runs_the_quickstart():
+    build = ['docker', 'build', '-q', '--target=cpu', '-f', DEPLOY / 'Dockerfile', ROOT]
+    image = subprocess.run(build, check=True, capture_output=True, text=True).stdout.strip()
+    _, program = dockerfile()
+    subprocess.run(['docker', 'run', '--rm', image, 'python', *program], check=True)

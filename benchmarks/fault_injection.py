@@ -28,6 +28,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from benchmarks import soak
 from tests import tiny_config
 from tests.hosts import ROOT, hosts, result
 from vit_jax.base import UserError
@@ -78,12 +79,6 @@ def start_training(folder: pathlib.Path, faults: str, count: int = 1, *flags: st
         yield started
 
 
-def train_to_end(folder: pathlib.Path, count: int = 1, *flags: str) -> tuple[list[int], str]:
-    """Trains without faults; returns the exit codes and the output of the first process."""
-    with start_training(folder, 'slow:0', count, *flags) as started:
-        return [host.wait(TIMEOUT_SECONDS) for host in started], started[0].text
-
-
 def describe_difference(folder: pathlib.Path, whole: pathlib.Path, metrics: bool = True) -> str:
     """Returns how the run in `folder` differs from the run in `whole`; '' if it does not."""
     (params, actual_lines), (expected, expected_lines) = result(folder), result(whole)
@@ -94,34 +89,9 @@ def describe_difference(folder: pathlib.Path, whole: pathlib.Path, metrics: bool
 
 def inject_kills(count: int, number: int) -> Outcome:
     """Kills all processes of a run, or one of them, at random moments, and resumes it each time."""
-    moments = random.Random(count)
-    folder = pathlib.Path(tempfile.mkdtemp())
-    flags = f'--config.total.steps={max(60, 40 * number)}', '--heartbeat_seconds=10'
-    train_to_end(folder / 'whole', count, *flags)
-    run_seconds, num_kills = 0.0, 0
-    for _ in range(number):
-        with start_training(folder / 'killed', 'slow:300', count, *flags) as started:
-            began = time.monotonic()
-            if not run_seconds:
-                started[0].wait_for('reported')
-                run_seconds = 2 * (time.monotonic() - began)
-            time.sleep(moments.uniform(0, run_seconds))
-            if all(host.process.exitcode == 0 for host in started):
-                break  # the run is complete
-            num_kills += 1
-            victims = moments.choice([started, *([host] for host in started)])
-            for host in moments.sample(victims, len(victims)):
-                host.process.kill()
-            for host in started:  # `start_training` kills the hosts that wait for a killed one
-                with contextlib.suppress(AssertionError):
-                    host.wait(20)
-    codes, text = train_to_end(folder / 'killed', count, *flags)
-    difference = (
-        describe_difference(folder / 'killed', folder / 'whole') if not any(codes) else text[-300:]
-    )
-    shutil.rmtree(folder)
-    failed = [f'after {num_kills} kills: {difference}'] if difference else []
-    return Outcome(0 if failed else num_kills, failed)
+    with tempfile.TemporaryDirectory() as folder:
+        difference = soak.measure(pathlib.Path(folder), count, number)[1]
+    return Outcome(0, [difference]) if 'differ' in difference else Outcome(number, [])
 
 
 def cut_last_line(data: bytes) -> bytes:

@@ -11,7 +11,6 @@ goodput of a simulated training that is killed every 30 minutes.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import pathlib
@@ -47,7 +46,7 @@ def start(folder: pathlib.Path, name: str, count: int, kills: int) -> list[subpr
     command = [sys.executable, '-m', 'vit_jax.train', '--config=tests/tiny_config.py']
     command += [f'--workdir={folder}/{name}/run', f'--config.total.steps={kills * STEPS_PER_KILL}']
     command += ['--config.log_every_steps=1', f'--config.checkpoint_every_steps={CHECKPOINT_STEPS}']
-    env = os.environ | {'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled')}
+    env = {'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled')} | os.environ
     address = f'127.0.0.1:{free_port()}'
     processes = []
     for index in range(count):
@@ -109,8 +108,7 @@ def soak(folder: pathlib.Path, count: int, kills: int) -> list[dict[str, Any]]:
             killed['exited'] = round(time.time() - at, 2)
         finally:
             for process in processes:
-                with contextlib.suppress(OSError):
-                    process.kill()
+                process.kill()
                 process.wait()
     return record
 
@@ -161,6 +159,14 @@ def compare(folder: pathlib.Path) -> str:
     )
 
 
+def measure(folder: pathlib.Path, count: int, kills: int) -> tuple[list[dict[str, Any]], str]:
+    """Trains twice, without and with kills; returns the record and the result of `compare`."""
+    train_to_end(folder, 'whole', count, kills)
+    record = soak(folder, count, kills)
+    train_to_end(folder, 'killed', count, kills)
+    return record, compare(folder)
+
+
 def main() -> None:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -173,11 +179,8 @@ def main() -> None:
     versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
     rows = []
     for count in arguments.processes:
-        folder = arguments.folder / str(count)
-        train_to_end(folder, 'whole', count, arguments.kills)
-        record = soak(folder, count, arguments.kills)
-        train_to_end(folder, 'killed', count, arguments.kills)
-        rows.append(summarize(count, record, compare(folder)))
+        record = measure(arguments.folder / str(count), count, arguments.kills)
+        rows.append(summarize(count, *record))
     print(f'\n{os.cpu_count()} CPU cores, {versions}, loopback, {time.strftime("%Y-%m-%d")}')
     print('seconds from SIGKILL to the next finished step; exit 75: processes that were not killed')
     columns = f'{"min":>8}{"median":>8}{"95 %":>8}{"max":>8}{"<= 15 s":>10}{"goodput":>9}'

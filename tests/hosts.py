@@ -133,5 +133,6 @@ def result(folder):
     text = (storage.resolve_folder(folder) / 'run/metrics.jsonl').read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     clocked = 'time', 'run', 'seconds', 'images_per_second', 'skipped'
+    clocked += 'slowest_host_seconds', 'slowest_host_ratio'
     measured = [{k: v for k, v in line.items() if k not in clocked} for line in lines]
     return named_leaves(load_params(f'{folder}/run')), measured

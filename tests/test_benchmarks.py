@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -65,6 +66,21 @@ def test_a_part_that_fails_or_takes_too_long_is_said(tmp_path):
     slow, wrong = read(tmp_path / 'lines.jsonl')
     assert slow['stopped']
     assert 'part_nonsense' in wrong['error']
+
+
+@pytest.mark.full
+def test_a_soak_that_is_stopped_continues_and_ends_with_the_same_bits(tmp_path):
+    """Two processes: one or both are killed, and the others exit by themselves."""
+    command = [sys.executable, '-m', 'benchmarks.soak', tmp_path, '--kills=2', '--processes=2']
+    how = {'env': environment(), 'cwd': ROOT, 'text': True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, **how) as stopped:
+        assert 'kill 1 of 2' in stopped.stdout.readline()
+        stopped.send_signal(signal.SIGINT)
+    done = subprocess.run(command, capture_output=True, timeout=600, **how)
+    assert 'same parameters' in done.stdout.splitlines()[-1], done.stderr
+    record = read(tmp_path / '2/kills.jsonl')
+    assert len(record) == 2 and all(0 < one['seconds'] < 600 for one in record)
+    assert {code for one in record for code in one['codes']} <= {-9, 75}
 
 
 STEPS, SIZE = 5, 4 * 64

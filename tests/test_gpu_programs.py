@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from tests.gpu_programs import PROGRAMS
+from benchmarks.gpu_programs import PROGRAMS
 from tests.hosts import ROOT
 
 PLUGIN = ROOT / '.cache' / f'gpu_compiler-{jax.__version__}'
@@ -20,7 +20,7 @@ PLUGIN = ROOT / '.cache' / f'gpu_compiler-{jax.__version__}'
 @pytest.mark.full
 @pytest.mark.skipif(
     not PLUGIN.exists(),
-    reason=f'no compiler for GPUs in {PLUGIN}: tests/gpu_programs.py says how to install it',
+    reason=f'no compiler for GPUs in {PLUGIN}: benchmarks/gpu_programs.py says how to install it',
 )
 def test_every_program_compiles_for_a_gpu():
     """As a run compiles it, but that no kernel is timed. An abort ends a child, not the test."""
@@ -28,7 +28,7 @@ def test_every_program_compiles_for_a_gpu():
         'PYTHONPATH': f'{ROOT}{os.pathsep}{PLUGIN}',
         'TF_CPP_MIN_LOG_LEVEL': '2',
     }
-    command, names = [sys.executable, '-m', 'tests.gpu_programs'], [*PROGRAMS]
+    command, names = [sys.executable, '-m', 'benchmarks.gpu_programs'], [*PROGRAMS]
     pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
     halves = [
         subprocess.Popen([*command, *half], env=environment, cwd=ROOT, **pipes)

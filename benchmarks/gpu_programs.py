@@ -1,9 +1,9 @@
 """Compiles the programs of many models for one H200, without a GPU; prints the name of each.
 
-    PYTHONPATH=.:.cache/gpu_compiler-VERSION python -m tests.gpu_programs [NAME ...]
+    PYTHONPATH=.:.cache/gpu_compiler-VERSION python -m benchmarks.gpu_programs [NAME ...]
 
 XLA aborts the process where a check of its own fails: the last name is that of the program.
-`test_gpu_programs.py` runs this. The folder in PYTHONPATH holds jax's plugin for GPUs, in
+`tests/test_gpu_programs.py` runs this. The folder in PYTHONPATH holds jax's plugin for GPUs, in
 the VERSION of jax; `.ci/run` makes it with
 
     pip install --no-deps --target .cache/gpu_compiler-VERSION \
@@ -12,10 +12,12 @@ the VERSION of jax; `.ci/run` makes it with
 
 import dataclasses
 import sys
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
+from vit_jax.base import Batch, Params
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation, augreg
 from vit_jax.distributed import meshes
@@ -24,7 +26,7 @@ from vit_jax.evaluation.features import make_feature_evaluator
 from vit_jax.evaluation.linear_probe import LinearProbe, LinearProbeConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
-from vit_jax.experiment.build import build_experiment
+from vit_jax.experiment.build import Experiment, build_experiment
 from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
@@ -32,6 +34,7 @@ from vit_jax.training.losses import LossConfig
 from vit_jax.training.masked_patches import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.training.sharpness import Sam
+from vit_jax.training.update import TrainState
 
 Step = Literal['train', 'eval', 'features', 'linear probe']
 
@@ -58,15 +61,17 @@ HYBRID = dataclasses.replace(VIT, backbone=PAIR, patch_size=(1, 1), depth=1, poo
 RESNET = ResNetConfig(image_size=(48, 48), backbone=PAIR)
 
 
-def vit(**changes):
+def vit(**changes: Any) -> ViTConfig:
+    """Returns VIT with changes."""
     return dataclasses.replace(VIT, **changes)
 
 
-def hybrid(blocks, **changes):
+def hybrid(blocks: tuple[int, ...], **changes: Any) -> ViTConfig:
+    """Returns HYBRID with another ResNet."""
     return dataclasses.replace(HYBRID, backbone=Backbone(blocks=blocks, width=32), **changes)
 
 
-def odd(model):
+def odd(config: ViTConfig | ResNetConfig) -> Any:
     """The feature map of its first stage is 9x9 in place of 12x12."""
     return dataclasses.replace(model, image_size=(36, 36))
 
@@ -88,6 +93,7 @@ VIT_5 = {
 RECIPE = {
     'regularization': Regularization(stochastic_depth=0.1, patch_dropout=0.5),
     'patch_dropout_until': Duration(fraction=0.9),
+    'spike_deviations': 6.0,
     'augmentation': Augmentation(three_augment=True, color_jitter=0.3, mixup=0.8, cutmix=1.0),
     'loss': LossConfig(kind='sigmoid', binary_targets=True),
     'optimizer': OptimizerConfig(kind='lamb', weight_decay=0.05, sharpness=Sam()),
@@ -126,23 +132,23 @@ PROGRAMS = {
 }
 
 
-def lowered_probe(experiment, params):
-    """A step of the linear probe: the frozen model, and the update of all heads."""
+def lower_probe(experiment: Experiment, params: Params) -> Any:
+    """Lowers a step of the linear probe: the frozen model, and the update of all heads."""
     config, batches = LinearProbeConfig(batch_size=32), experiment.batches
     probe = LinearProbe(config, experiment.model, experiment.preprocessing, batches, print)
     state = linear_probe.init_state(config, jax.random.key(0), VIT.width, 10)
 
-    def step(params, state, batch):
+    def step(params: Params, state: Any, batch: Batch) -> Any:
         vectors = probe.compute_vectors(params, batch['images'])
         return linear_probe.update(config, state, vectors, jax.nn.one_hot(batch['labels'], 10))
 
-    state = jax.eval_shape(lambda: state)
-    step = meshes.jit_on(step, experiment.mesh)
-    return step.lower(params, state, batches.abstract(experiment.train_reader))
+    abstract = jax.eval_shape(lambda: state)
+    jitted = meshes.jit_on(step, experiment.mesh)
+    return jitted.lower(params, abstract, batches.abstract(experiment.train_reader))
 
 
-def prepared(program: Program, devices):
-    """The experiment of a program on these devices, and its abstract state."""
+def prepare(program: Program, devices: Sequence[jax.Device]) -> tuple[Experiment, TrainState]:
+    """Builds the experiment of a program on these devices, and its abstract state."""
     optimizer = OptimizerConfig(weight_decay=0.1, clip_norm=1.0)
     config = TrainConfig(
         data='digits',
@@ -160,7 +166,7 @@ def prepared(program: Program, devices):
 
 def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
     """Compiles a program with the options of a run."""
-    experiment, state = prepared(program, where.devices)
+    experiment, state = prepare(program, where.devices)
     with ahead_of_time.assume_cudnn():
         if program.step == 'train':
             for kind in experiment.updates:
@@ -168,7 +174,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
                 ahead_of_time.compile_for(where, lowered)
             return
         if program.step == 'linear probe':
-            ahead_of_time.compile_for(where, lowered_probe(experiment, state.eval_params))
+            ahead_of_time.compile_for(where, lower_probe(experiment, state.eval_params))
             return
         if program.step == 'eval':
             for name, evaluator in experiment.evaluators.items():
@@ -181,6 +187,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
 
 
 def main(names: list[str]) -> None:
+    """Compiles the programs of these names, or all."""
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)  # it asks the devices
     where = ahead_of_time.find_topology('h200:1x1')

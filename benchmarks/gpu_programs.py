@@ -71,7 +71,7 @@ def hybrid(blocks: tuple[int, ...], **changes: Any) -> ViTConfig:
     return dataclasses.replace(HYBRID, backbone=Backbone(blocks=blocks, width=32), **changes)
 
 
-def odd(config: ViTConfig | ResNetConfig) -> Any:
+def odd(model: ViTConfig | ResNetConfig) -> Any:
     """The feature map of its first stage is 9x9 in place of 12x12."""
     return dataclasses.replace(model, image_size=(36, 36))
 

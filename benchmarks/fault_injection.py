@@ -206,7 +206,7 @@ def damage_published_files(copies: int) -> Outcome:
 CHECKPOINTS, RUNS = 'tests/checkpoints', 'tests/experiment'
 FORMATS = f'{CHECKPOINTS}/formats'
 DATA_TESTS = FORMATS, 'tests/data'
-HOSTS = f'{RUNS}/test_hosts.py'
+HOSTS, PROCESSES = f'{RUNS}/test_hosts.py', 'tests/distributed/test_processes.py'
 
 
 def make_rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
@@ -227,7 +227,7 @@ def make_rows(number: int) -> dict[str, tuple[str, Callable[[], Outcome]]]:
             'crash or power failure at a file operation', 'tests', '-k=kill_at or test_power'
         ),
         'bits': row('flipped bits, lost files of checkpoints', CHECKPOINTS, '-k=flip or damage'),
-        'alone': row('SIGKILL of one of two: the other exits', HOSTS, '-k=killed_alone'),
+        'alone': row('SIGKILL of one of two: the other exits', PROCESSES, '-k=killed'),
         'ends': row('SIGTERM and other stops, hangs', RUNS, '-k=sigterm or hangs or test_stopping'),
         'not-finite': row('NaN in one or both of two processes', RUNS, '-k=finite or poisoned'),
         'evaluation': row('1 to 359 test images, two processes', HOSTS, '-k=counts_every_image'),

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -129,22 +128,6 @@ def test_the_least_over_tensor_is_a_sum_of_each_branch_forward_and_backward():
     assert (
         minimum_sent_bytes([kernel], mesh, itemsize=2, branches=1000) == of_gradient + of_branches
     )
-
-
-ROWS = {name: attempt for name, (_, attempt) in fault_injection.make_rows(2).items()}
-TESTS = {
-    name: row.args for name, row in ROWS.items() if getattr(row, 'func', 0) is fault_injection.tests
-}
-
-
-@pytest.mark.parametrize('row', TESTS)
-def test_a_row_names_tests_that_are_there(row):
-    """In its files and folders one at least has a word of its `-k`."""
-    words = [word for text in TESTS[row] for word in re.findall('^-k=(.*)', text)]
-    given = [ROOT / text for text in TESTS[row] if not text.startswith('-')]
-    paths = [path for place in given for path in ([place] if place.suffix else place.rglob('*.py'))]
-    names = re.findall(r'^def (test_\w+)', '\n'.join(p.read_text() for p in paths), re.MULTILINE)
-    assert any(word in name for word in ' or '.join(words).split(' or ') for name in names)
 
 
 def test_a_row_that_breaks_is_named_and_the_exit_code_says_so(monkeypatch, capsys):

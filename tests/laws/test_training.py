@@ -33,20 +33,6 @@ def whole(tmp_path_factory, taught):
     return workdir
 
 
-def assert_equal_runs(workdir, expected):
-    """Asserts that parameters and metrics are equal to the last bit."""
-    chex.assert_trees_all_equal(params(workdir), params(expected))
-    assert metrics(workdir) == metrics(expected)
-
-
-def interrupt(workdir, number, step, **options):
-    """Sends a signal to the last process at a step; returns the exit codes."""
-    with training(workdir, flags=['--heartbeat_seconds=10'], **options) as started:
-        wait_for_step(workdir, step, started[0])
-        started[-1].signal(number)
-        return [process.wait() for process in started]
-
-
 def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught, tmp_path):
     workdir = tmp_path / 'run'
     for number, step, code in [
@@ -54,19 +40,13 @@ def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught,
         (signal.SIGINT, 30, INTERRUPTED),
         (signal.SIGHUP, 45, REQUEUE),
     ]:
-        assert interrupt(workdir, number, step, values=taught) == [code]
+        with training(workdir, values=taught) as (process,):
+            wait_for_step(workdir, step, process)
+            process.signal(number)
+            assert process.wait() == code
     train(workdir, values=taught)
-    assert_equal_runs(workdir, whole)
-
-
-def test_two_processes_stop_together_and_resume_with_the_same_bits(tmp_path):
-    expected, workdir = tmp_path / 'whole', tmp_path / 'run'
-    options = {'processes': 2, 'values': {'optimizer.kind': 'adamw'}}
-    train(expected, **options)
-    assert interrupt(workdir, signal.SIGTERM, 5, **options) == [REQUEUE, REQUEUE]
-    assert interrupt(workdir, signal.SIGKILL, 25, **options)[1] == -9
-    train(workdir, **options)
-    assert_equal_runs(workdir, expected)
+    chex.assert_trees_all_equal(params(workdir), params(whole))
+    assert metrics(workdir) == metrics(whole)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import gzip
 import json
 
 import chex
-import jax
 import pytest
 from rich.console import Console
 
@@ -54,16 +53,6 @@ def test_a_profile_that_cannot_be_written_costs_no_training(tmp_path, caplog):
     (tmp_path / 'profile').write_text('a file in the place of the folder')
     result = training_run.train(tiny.experiment(), str(tmp_path), profile=range(2, 4))
     assert result.checkpoint.exists() and str(tmp_path / 'profile') in caplog.text
-
-
-def test_a_profiler_that_runs_already_goes_on_and_costs_no_training(tmp_path, caplog):
-    place, steps = tmp_path / 'profile', range(3)
-    with jax.profiler.trace(str(tmp_path / 'other')):
-        profiled = loop.profile_steps(
-            iter([{}, {}, {}]), steps, range(1, 2), place, Console(quiet=True)
-        )
-        assert len([*profiled]) == 3 and str(place) in caplog.text
-    assert [*(tmp_path / 'other').rglob('*.xplane.pb')] and not place.exists()
 
 
 def test_a_profile_of_a_run_on_a_bucket_is_in_its_work_directory(bucket):

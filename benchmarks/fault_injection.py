@@ -26,11 +26,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-import numpy as np
-
 from benchmarks import soak
 from tests import tiny_config
-from tests.hosts import ROOT, hosts, result
+from tests.hosts import ROOT, hosts
 from vit_jax.base import UserError
 from vit_jax.experiment import training_run
 
@@ -79,19 +77,11 @@ def start_training(folder: pathlib.Path, faults: str, count: int = 1, *flags: st
         yield started
 
 
-def describe_difference(folder: pathlib.Path, whole: pathlib.Path, metrics: bool = True) -> str:
-    """Returns how the run in `folder` differs from the run in `whole`; '' if it does not."""
-    (params, actual_lines), (expected, expected_lines) = result(folder), result(whole)
-    if any(not np.array_equal(params[name], leaf) for name, leaf in expected.items()):
-        return 'parameters differ'
-    return 'metrics.jsonl differs' if metrics and actual_lines != expected_lines else ''
-
-
 def inject_kills(count: int, number: int) -> Outcome:
     """Kills all processes of a run, or one of them, at random moments, and resumes it each time."""
     with tempfile.TemporaryDirectory() as folder:
         difference = soak.measure(pathlib.Path(folder), count, number)[1]
-    return Outcome(0, [difference]) if 'differ' in difference else Outcome(number, [])
+    return Outcome(0, [difference]) if difference else Outcome(number, [])
 
 
 def cut_last_line(data: bytes) -> bytes:
@@ -182,7 +172,7 @@ def damage_run_files() -> Outcome:
             return '' if error.startswith('refused: ') else error
         if name.startswith('checkpoints') and not warned:
             return 'no warning'
-        return describe_difference(copy, folder / 'whole', metrics=name != 'metrics.jsonl')
+        return soak.describe_difference(copy, folder / 'whole', metrics=name != 'metrics.jsonl')
 
     cases = [*itertools.product(kinds.values(), [*DAMAGES, 'removed', 'stray'])]
     failed = [f'{name}, {kind}: {why}' for name, kind in cases if (why := broken(name, kind))]

@@ -6,8 +6,8 @@ as a scheduler would, until it has been killed `--kills` times. It then trains t
 parameters and metrics are compared with those of a training that was never killed.
 
 The program itself can be stopped at any time; the same command continues. The table shows seconds
-from a SIGKILL to the next finished step, with imports and with a warm compilation cache, and the
-goodput of a simulated training that is killed every 30 minutes.
+from a SIGKILL to the next finished step, with imports and with a warm compilation cache. `useful`
+is the fraction of wall time in steps that count (goodput), simulated for a kill every 30 minutes.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,18 +23,21 @@ import time
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+
+from tests.hosts import free_port, result
+from vit_jax.distributed.processes import REQUEUE
+from vit_jax.experiment.reporter import read_events
+
 ROOT = pathlib.Path(__file__).parent.parent
-os.environ |= {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'PYTHONDONTWRITEBYTECODE': ''}
-os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=1'
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
-
-import numpy as np  # noqa: E402
-
-from tests.hosts import free_port, result  # noqa: E402
-from vit_jax.distributed.processes import REQUEUE  # noqa: E402
-from vit_jax.experiment.reporter import read_events  # noqa: E402
-
-STEPS_PER_KILL = 25  # more than the steps between two kills
+ENVIRONMENT = {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'PYTHONDONTWRITEBYTECODE': '',
+    'PYTHONPATH': str(ROOT),
+    'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
+}
+MAX_STEPS = 30  # a training is killed before it has finished so many steps
 CHECKPOINT_STEPS = 10
 TIMEOUT_SECONDS = 600  # of a start, and of the exit of processes whose partner was killed
 KILL_EVERY_SECONDS = 1800  # in the simulation
@@ -44,9 +48,12 @@ def start(folder: pathlib.Path, name: str, count: int, kills: int) -> list[subpr
     """Starts the processes of the training in FOLDER/NAME/run."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     command = [sys.executable, '-m', 'vit_jax.train', '--config=tests/tiny_config.py']
-    command += [f'--workdir={folder}/{name}/run', f'--config.total.steps={kills * STEPS_PER_KILL}']
+    steps = (
+        MAX_STEPS // 2 * kills + 60
+    )  # a kill loses steps, so the training is not complete before
+    command += [f'--workdir={folder}/{name}/run', f'--config.total.steps={steps}']
     command += ['--config.log_every_steps=1', f'--config.checkpoint_every_steps={CHECKPOINT_STEPS}']
-    env = {'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled')} | os.environ
+    env = {'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled')} | os.environ | ENVIRONMENT
     address = f'127.0.0.1:{free_port()}'
     processes = []
     for index in range(count):
@@ -88,15 +95,15 @@ def soak(folder: pathlib.Path, count: int, kills: int) -> list[dict[str, Any]]:
         began = time.time()
         processes = start(folder, 'killed', count, kills)
         try:
-            since = killed['time'] if killed else began
-            first = wait_for_step(folder, processes, since, 1)
+            first = wait_for_step(folder, processes, began, 1)
             if killed:
-                killed |= {'seconds': round(first['time'] - since, 2), 'resumed': first['step']}
+                recovery = round(first['time'] - killed['time'], 2)
+                killed |= {'seconds': recovery, 'resumed': first['step']}
                 with path.open('a') as file:
                     file.write(json.dumps(killed) + '\n')
                 record.append(killed)
                 print(f'{count} processes, kill {len(record)} of {kills}: {killed}', flush=True)
-            wait_for_step(folder, processes, since, moments.randrange(1, 30))
+            wait_for_step(folder, processes, began, moments.randrange(1, MAX_STEPS))
             time.sleep(moments.uniform(0, 0.05))
             victims = [*range(count)] if moments.random() < 0.5 else [moments.randrange(count)]
             for index in victims:
@@ -120,7 +127,7 @@ def train_to_end(folder: pathlib.Path, name: str, count: int, kills: int) -> Non
     assert not any(codes), f'exit codes {codes}; see {folder}/{name}/*.log'
 
 
-def simulate_goodput(recoveries: list[float], hours: int = 1000) -> float:
+def simulate_useful_time(recoveries: list[float], hours: int = 1000) -> float:
     """Returns the fraction of wall time that is spent in steps that are not lost.
 
     Kills come at random, one in 30 minutes on average. Each costs a measured recovery, drawn at
@@ -137,34 +144,35 @@ def simulate_goodput(recoveries: list[float], hours: int = 1000) -> float:
 def summarize(count: int, record: list[dict[str, Any]], difference: str) -> str:
     """Returns a row of the table."""
     seconds = sorted(one['seconds'] for one in record)
-    asked = [code for one in record for code in one['codes'] if code > 0]
-    restarts = f'{sum(code == REQUEUE for code in asked)}/{len(asked)}'
+    others = [
+        code
+        for one in record
+        for index, code in enumerate(one['codes'])
+        if index not in one['victims']
+    ]
+    restarts = f'{sum(code == REQUEUE for code in others)}/{len(others)}'
     median, high = statistics.median(seconds), seconds[int(0.95 * len(seconds))]
     within = f'{sum(one <= 15 for one in seconds)}/{len(seconds)}'
     numbers = f'{seconds[0]:>8.1f}{median:>8.1f}{high:>8.1f}{seconds[-1]:>8.1f}'
-    goodput = f'{simulate_goodput(seconds):>9.1%}'
-    return f'{count:>9}{len(record):>7}{numbers}{within:>10}{goodput}{restarts:>10}  {difference}'
+    useful = f'{simulate_useful_time(seconds):>9.1%}'
+    same = difference or 'same parameters and metrics'
+    return f'{count:>9}{len(record):>7}{numbers}{within:>10}{useful}{restarts:>10}  {same}'
 
 
-def compare(folder: pathlib.Path) -> str:
-    """Returns how the killed training differs from the one that was never killed."""
-    (params, lines), (expected, expected_lines) = (
-        result(folder / 'killed'),
-        result(folder / 'whole'),
-    )
+def describe_difference(folder: pathlib.Path, whole: pathlib.Path, metrics: bool = True) -> str:
+    """Returns how the run in `folder` differs from the run in `whole`; '' if it does not."""
+    (params, actual_lines), (expected, expected_lines) = result(folder), result(whole)
     if any(not np.array_equal(params[name], leaf) for name, leaf in expected.items()):
         return 'parameters differ'
-    return (
-        f'same parameters and {len(lines):,} lines' if lines == expected_lines else 'lines differ'
-    )
+    return 'metrics.jsonl differs' if metrics and actual_lines != expected_lines else ''
 
 
 def measure(folder: pathlib.Path, count: int, kills: int) -> tuple[list[dict[str, Any]], str]:
-    """Trains twice, without and with kills; returns the record and the result of `compare`."""
+    """Trains twice, without and with kills; returns the record, and the difference or ''."""
     train_to_end(folder, 'whole', count, kills)
     record = soak(folder, count, kills)
     train_to_end(folder, 'killed', count, kills)
-    return record, compare(folder)
+    return record, describe_difference(folder / 'killed', folder / 'whole')
 
 
 def main() -> None:
@@ -176,6 +184,7 @@ def main() -> None:
         '--processes', type=lambda text: [*map(int, text.split(','))], default=[1, 2, 4]
     )
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # kills the training first
     versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
     rows = []
     for count in arguments.processes:
@@ -183,7 +192,7 @@ def main() -> None:
         rows.append(summarize(count, *record))
     print(f'\n{os.cpu_count()} CPU cores, {versions}, loopback, {time.strftime("%Y-%m-%d")}')
     print('seconds from SIGKILL to the next finished step; exit 75: processes that were not killed')
-    columns = f'{"min":>8}{"median":>8}{"95 %":>8}{"max":>8}{"<= 15 s":>10}{"goodput":>9}'
+    columns = f'{"min":>8}{"median":>8}{"95 %":>8}{"max":>8}{"<= 15 s":>10}{"useful":>9}'
     print(f'{"processes":>9}{"kills":>7}{columns}{"exit 75":>10}  result')
     print('\n'.join(rows))
 

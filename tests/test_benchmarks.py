@@ -74,7 +74,7 @@ def test_a_soak_that_is_stopped_continues_and_ends_with_the_same_bits(tmp_path):
     how = {'env': environment(), 'cwd': ROOT, 'text': True}
     with subprocess.Popen(command, stdout=subprocess.PIPE, **how) as stopped:
         assert 'kill 1 of 2' in stopped.stdout.readline()
-        stopped.send_signal(signal.SIGINT)
+        stopped.send_signal(signal.SIGTERM)
     done = subprocess.run(command, capture_output=True, timeout=600, **how)
     assert 'same parameters' in done.stdout.splitlines()[-1], done.stderr
     record = read(tmp_path / '2/kills.jsonl')

@@ -51,12 +51,12 @@ def check_jobset(jobset):
     pod = job['template']['spec']
     assert job['parallelism'] == job['completions'] and job['completionMode'] == 'Indexed'
     assert pod['restartPolicy'] == 'Never'  # otherwise podFailurePolicy is rejected
-    actions = {
-        code: rule['action']
-        for rule in job['podFailurePolicy']['rules']
-        for code in rule.get('onExitCodes', {}).get('values', [])
-    }
-    assert actions == {75: 'Ignore', 2: 'FailJob'}
+    ends, rules = jobset['spec']['failurePolicy'], job['podFailurePolicy']['rules']
+    assert (rules[0]['action'], rules[0]['onExitCodes']['operator']) == ('FailJob', 'In')
+    assert {75, 137} <= {*rules[0]['onExitCodes']['values']} and job['backoffLimit'] == 0
+    assert not {1, 2} & {*rules[0]['onExitCodes']['values']}
+    (rule,) = ends['rules']  # other exit codes: the backoffLimit, and no restart
+    assert (rule['action'], rule['onJobFailureReasons']) == ('FailJobSet', ['BackoffLimitExceeded'])
     return job, pod
 
 
@@ -66,17 +66,6 @@ def check_flags(words):
     arguments = train.make_parser().parse_args(words[start:])
     assert arguments.config.checkpoint_every_steps  # the default is a single one, at the end
     return arguments
-
-
-def run_with_stub(command, folder, python, **env):
-    """Runs a command in a folder; returns the parsed flags that it gives to the program."""
-    stub = folder / python
-    stub.parent.mkdir(parents=True, exist_ok=True)
-    stub.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
-    stub.chmod(0o755)
-    env |= {'PATH': f'{folder}:/usr/bin:/bin'}
-    done = subprocess.run(command, env=env, cwd=folder, check=True, capture_output=True, text=True)
-    return check_flags(done.stdout.splitlines())
 
 
 def test_the_base_manifest_matches_the_schema():
@@ -98,13 +87,12 @@ def test_a_tpu_slice_has_a_pod_for_each_host(place):
 
 
 @needs_kubectl
-def test_gpu_pods_know_their_place(tmp_path):
-    """The command is started by a shell, with the index of the pod."""
+def test_gpu_pods_know_their_place():
+    """Kubernetes replaces $(JOB_COMPLETION_INDEX) by the number of the pod."""
     jobset = render('h100')
     job, pod = check_jobset(jobset)
-    container = pod['containers'][0]
-    command = [*container['command'], *container['args']]
-    arguments = run_with_stub(command, tmp_path, 'python', JOB_COMPLETION_INDEX='1')
+    words = [*pod['containers'][0]['command'], *pod['containers'][0]['args']]
+    arguments = check_flags([word.replace('$(JOB_COMPLETION_INDEX)', '1') for word in words])
     assert (arguments.num_processes, arguments.process_id) == (job['completions'], 1)
     name, group = jobset['metadata']['name'], jobset['spec']['replicatedJobs'][0]['name']
     assert arguments.coordinator_address.startswith(f'{name}-{group}-0-0.{name}:')
@@ -117,23 +105,35 @@ def test_the_task_of_skypilot_matches_its_schema(tmp_path):
     assert task['resources']['job_recovery']['recover_on_exit_codes'] == [75]
     place = {'SKYPILOT_NODE_IPS': '10.0.0.1\n10.0.0.2', 'SKYPILOT_NUM_NODES': '2'}
     env = task['envs'] | place | {'SKYPILOT_NODE_RANK': '1'}
-    arguments = run_with_stub(['bash', '-c', task['run']], tmp_path, '.venv/bin/python', **env)
+    stub = tmp_path / '.venv/bin/python'
+    stub.parent.mkdir(parents=True)
+    stub.write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
+    stub.chmod(0o755)
+    how = {'cwd': tmp_path, 'env': env | {'PATH': os.environ['PATH']}}
+    words = subprocess.run(
+        ['bash', '-c', task['run']], capture_output=True, text=True, **how
+    ).stdout
+    arguments = check_flags(words.splitlines())
     assert (arguments.num_processes, arguments.process_id) == (task['num_nodes'], 1)
     assert arguments.coordinator_address == '10.0.0.1:8476'
     assert arguments.workdir == task['envs']['WORKDIR']
 
 
-@pytest.mark.parametrize('code, requeued', [(75, 'requeue 7\n'), (1, ''), (0, '')])
-def test_slurm_queues_a_job_again_after_exit_code_75(code, requeued, tmp_path):
+@pytest.mark.parametrize(
+    'code, count, requeued', [(75, '', 'requeue 7\n'), (75, '100', ''), (1, '', ''), (0, '', '')]
+)
+def test_slurm_queues_a_job_again_after_exit_code_75(code, count, requeued, tmp_path):
     scripts = {'srun': f'echo "$@" > {tmp_path}/words; exit {code}', 'scontrol': 'echo "$@"'}
     for name, text in scripts.items():
         (tmp_path / name).write_text(f'#!/bin/sh\n{text}\n')
         (tmp_path / name).chmod(0o755)
     env = os.environ | {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'SLURM_JOB_ID': '7'}
+    env |= {'SLURM_CPUS_PER_TASK': '12', 'SLURM_RESTART_COUNT': count}
     script = DEPLOY / 'slurm.sh'
     done = subprocess.run([script, '--config.seed=1'], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, requeued)
-    assert check_flags((tmp_path / 'words').read_text().split()).config.seed == 1
+    words = (tmp_path / 'words').read_text().split()
+    assert '--cpus-per-task=12' in words and check_flags(words).config.seed == 1
 
 
 def dockerfile():
@@ -167,3 +167,10 @@ def test_the_image_is_built_and_runs_the_quickstart():
     image = subprocess.run(build, check=True, capture_output=True, text=True).stdout.strip()
     _, program = dockerfile()
     subprocess.run(['docker', 'run', '--rm', image, 'python', *program], check=True)
+
+
+def test_every_image_has_the_packages_that_the_commands_need():
+    """The data is tfds:..., and the work directory gs://..."""
+    for name in 'Dockerfile', 'skypilot.yaml':
+        for extras in re.findall(r"'\.\[(.*)\]'", (DEPLOY / name).read_text()):
+            assert {'gs', 'tfds'} <= {*extras.split(',')}

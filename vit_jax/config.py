@@ -105,7 +105,7 @@ class TrainConfig(Record):
     regularization: Regularization = default(Regularization)  # dropout, stochastic depth, ...
     patch_dropout_until: Duration | None = None  # PatchDropout ends here; None: at the end
     ema_decay: float | None = None  # decay of the moving average of parameters; None: no average
-    spike_deviations: float | None = None  # skip steps whose loss is this far above the last 128
+    spike_deviations: float | None = None  # skip losses so many deviations above the recent mean
     max_skipped_steps: int = 10  # skipped steps in a row before the training stops
     seed: int = 0  # seed of all random numbers
 
@@ -134,6 +134,7 @@ class TrainConfig(Record):
         optional = 'eval_batch_size', 'image_size', 'patience', 'patch_sizes'
         require_between(self, *names, *every, *optional, low=1)
         require_between(self, 'ema_decay', low=0, below=1)
+        require_between(self, 'spike_deviations', low=5)
         repeats, most = self.loader.repeats, max(1, self.batch_size // 2)
         text = f'expected at most {most}, half of batch_size={self.batch_size}'
         require(repeats <= most, f'loader.repeats={repeats}: {text}')

@@ -164,4 +164,4 @@ def test_the_limit_of_a_loss_depends_on_the_losses_of_earlier_steps_only():
     mean, deviation = np.nanmean(window), np.nanstd(window, ddof=1)
     assert limits[200] == pytest.approx(mean + 6 * deviation, rel=1e-5)
     assert math.isinf(limits[64]) and limits[65] < 4
-    assert limits[171] < 9 < limits_of(range(150, 160), 1, [9.0] * 2 + [3.0] * 100)[0][150] + 8
+    assert limits[171] < 9 < limits_of(range(201, 202), 1, [9.0] * 8 + [3.0] * 100)[0][201]

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import functools
 import itertools
 import json
 import os
@@ -28,15 +29,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-# Private modules, for three reasons. The processes compare configurations before they initialize
+# Private modules, for four reasons. The processes compare configurations before they initialize
 # devices, but multihost_utils needs devices. jax's sync point for preemption handles only SIGTERM,
 # and does so even before there is a state to save. jax's CPU collectives listen at the address of
-# the host name, even if all processes run on one host.
+# the host name, even if all processes run on one host. And see `_hash_devices`.
 from jax._src import cache_key, clusters, distributed, xla_bridge
 from jaxlib import _jax
 
 from vit_jax.base import Record, UserError, raise_all, records, require, usable
-from vit_jax.base.errors import format_error
+from vit_jax.base.errors import format_error, is_out_of_memory
 
 REQUEUE = 75  # exit code EX_TEMPFAIL: run the same command again
 EXIT_INTERRUPTED = 130  # exit code after Ctrl-C in a shell
@@ -111,16 +112,19 @@ def connect(launch: LaunchConfig) -> None:
     if on_loopback and jax.config.values['jax_cpu_collectives_implementation'] == 'gloo':
         gloo = _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname='127.0.0.1')
         xla_bridge.register_backend_factory('cpu', lambda: xla_bridge.make_cpu_client(gloo))
-        # jax writes the compilation cache in process 0 only, and on CPUs the key depends on the
-        # process (jax 0.10.2): the others would compile at each start.
+        # Only process 0 writes jax's compilation cache, and on CPUs the key depends on the process
+        # (jax 0.10.2). Without this, the other processes would compile at each start.
         private: Any = cache_key
-        private._hash_accelerator_config = _hash_cpu
+        original = private._hash_accelerator_config
+        private._hash_accelerator_config = functools.partial(_hash_devices, original)
 
 
-def _hash_cpu(digest: Any, devices: Any) -> None:
-    """Adds the CPU's instruction sets to a key of the compilation cache, but not the process."""
+def _hash_devices(original: Callable[..., None], digest: Any, devices: Any) -> None:
+    """Adds devices to a key of the compilation cache; of CPUs only the instruction sets."""
+    if devices.flat[0].platform != 'cpu':
+        return original(digest, devices)
     with contextlib.suppress(OSError), open('/proc/cpuinfo', 'rb') as file:
-        digest.update(next((line for line in file if line.startswith(b'flags')), b''))
+        digest.update(next((x for x in file if x.startswith((b'flags', b'Features'))), b''))
 
 
 def _check_slice() -> None:
@@ -131,10 +135,10 @@ def _check_slice() -> None:
     env = os.environ
     hosts = (env.get('TPU_PROCESS_ADDRESSES') or env['TPU_WORKER_HOSTNAMES']).split(',')
     counts = {'TPU_WORKER_ID': len(hosts)}
-    if (slices := env.get('MEGASCALE_NUM_SLICES', '1')) != '1':
+    if (slices := env.get('MEGASCALE_NUM_SLICES') or '1') != '1':
         counts['MEGASCALE_SLICE_ID'] = int(slices)
-        name = 'MEGASCALE_COORDINATOR_ADDRESS'
-        require(name in env, f'cluster: {name} is not set; expected the address of slice 0')
+        wrong = 'cluster: MEGASCALE_COORDINATOR_ADDRESS is not set; expected the address of slice 0'
+        require(bool(env.get('MEGASCALE_COORDINATOR_ADDRESS')), wrong)
     for name, count in counts.items():
         fits = (value := env.get(name, '')).isdecimal() and int(value) < count
         require(fits, f'cluster: {name}={value}; expected a number below {count}')
@@ -144,7 +148,7 @@ def _announces_processes() -> bool:
     """Returns whether the environment variables of a cluster announce several processes."""
     env, counts = os.environ, ('SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'MEGASCALE_NUM_SLICES')
     tpu_hosts = env.get('TPU_PROCESS_ADDRESSES') or env.get('TPU_WORKER_HOSTNAMES') or ''
-    are_counted = any(env.get(name, '1') != '1' for name in counts) or ',' in tpu_hosts
+    are_counted = any((env.get(name) or '1') != '1' for name in counts) or ',' in tpu_hosts
     are_pods = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= {*env}
     return are_counted or are_pods or clusters.GceTpuCluster.is_env_present()
 
@@ -190,6 +194,7 @@ class Job:
         self._launch, self._is_watched = launch or LaunchConfig(), launch is not None
         self._has_state, self._ticks, self._stop_code = False, 0, 0
         self._last_signal, self._deadline = 0, float('inf')
+        self._pace_step: int | None = None  # step of the last `compare_pace`
         self._keys = itertools.count()  # all processes use the keys in the same order
         self._connected, self._left = threading.Event(), threading.Event()
         self._find_others()
@@ -229,20 +234,22 @@ class Job:
             self._store.key_value_set(key, say())
         return str(self._store.blocking_key_value_get(key, _UNLIMITED))
 
-    def compare_pace(self, seconds: float) -> Pace | None:
-        """Publishes the seconds per step of this process, and compares all on process 0.
+    def compare_pace(self, step: int, seconds: float) -> Pace | None:
+        """Publishes the seconds per step of this process; compares those of the previous report.
 
-        It does not wait, so values of other processes may be older. Returns None on other
-        processes, for a single process, and until all processes have published a value.
+        Every process has published those by now. Returns None at the first report, on other
+        processes than the first, and if there is a single process.
         """
-        if self._store is None:
+        if self.count == 1:
             return None
-        mine = json.dumps([seconds, str(self)])
-        self._store.key_value_set(f'{_PACE}/{self.index}', mine, allow_overwrite=True)
-        values = self._store.key_value_dir_get(_PACE) if self.index == 0 else []
-        if len(values) < self.count or self.count == 1:
+        mine, previous = json.dumps([seconds, str(self)]), self._pace_step
+        self._store.key_value_set(f'{_PACE}/{step}/{self.index}', mine)
+        self._pace_step = step
+        if self.index > 0 or previous is None:
             return None
-        paces = [json.loads(text) for _, text in values]
+        texts = self._store.key_value_dir_get(f'{_PACE}/{previous}/')
+        self._store.key_value_delete(f'{_PACE}/{previous}/')
+        paces = [json.loads(text) for _, text in texts]
         (slowest, name), median = max(paces), statistics.median_low(pace for pace, _ in paces)
         return Pace(slowest, name, median)
 
@@ -398,6 +405,7 @@ def join_job(launch: LaunchConfig, report: Callable[[BaseException], int]) -> It
             time.sleep(_NOTICE_SECONDS)  # the other process may be about to send its reason
             job._stop(REQUEUE, f'{job}: another process is gone: {format_error(error)}')
         code = report(error)
-        # A restart would repeat errors of the input and of arithmetic (NotFiniteError).
+        # A restart would repeat errors of the input, of arithmetic (NotFiniteError) and of memory.
         is_lasting = is_alone or isinstance(error, UserError | ArithmeticError)
+        is_lasting |= is_out_of_memory(error)
         job._exit_all(code if is_lasting else REQUEUE, f'{job}: {format_error(error, limit=4000)}')

@@ -24,7 +24,6 @@ from rich.console import Console
 
 from vit_jax.base import Path, errors, plural, records, storage, usable
 from vit_jax.base.bucket_lease import GrowingObject
-from vit_jax.checkpoints.transfer import with_patch_size
 from vit_jax.config import Writer
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import Experiment
@@ -70,8 +69,10 @@ class Reporter:
         self._log_every_steps = length.log_interval_steps(config.log_every_steps)
         self._batch_size = config.batch_size
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
+        self._num_restored = len(self._recent)  # steps of an earlier start
         self.losses = [*progress.get('losses', [])]  # see `fit`
         self._slow_process: str | None = None  # in the last report
+        self._wall = 0.0  # seconds per step in the last report
         # Number of unreadable training images that were skipped, with repetitions, over all starts.
         self.skipped_images = progress.get('skipped', 0)
         self.earlier_seconds: dict[str, float] = {}  # seconds of earlier starts by activity
@@ -146,9 +147,7 @@ class Reporter:
         self.skipped_images += self._batch_size - round(metrics.num_examples)
         if metrics.scalars['skipped']:
             loss, norm = str(metrics.means['loss']), str(metrics.scalars['gradient_norm'])
-            is_finite = math.isfinite(metrics.means['loss'] + metrics.scalars['gradient_norm'])
             text = f'update skipped: loss {loss}, gradient_norm {norm}'
-            text += ' (loss spike)' if is_finite else ''
             self.record_metrics('skipped', step, {'loss': loss, 'gradient_norm': norm}, text)
         is_due = step % self._log_every_steps == 0 or step == self._steps.stop
         if is_due:
@@ -168,11 +167,15 @@ class Reporter:
         skipped = len(self._recent) - len(used)
         numbers = last.scalars | {'count': last.num_examples, 'skipped': skipped}
         numbers |= {name: sum(m.sums[name] for m in used) / examples for name in last.sums}
-        busy, images = self._busy_seconds(), sum(m.num_examples for m in self._recent)
-        speed = numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
-        seconds = (busy - self._busy_before) / max(1, len(self._recent))
-        numbers |= self._compare_processes(step, seconds)
-        self._recent, self._busy_before = [], busy
+        timed = self._recent[self._num_restored :]
+        busy, waited = self._busy_seconds() - self._busy_before, self.clock.device_wait
+        speed = sum(m.num_examples for m in timed) / max(1e-9, busy)
+        numbers['images_per_second'] = speed
+        numbers |= self._compare_processes(
+            step, busy / len(timed), (waited - self._waited_before) / len(timed)
+        )
+        self._recent, self._num_restored = [], 0
+        self._busy_before, self._waited_before = self._busy_seconds(), waited
         text = f'loss {numbers["loss"]:.4f}'
         text += f'  accuracy {numbers["accuracy"]:.1%}' if 'accuracy' in numbers else ''
         text += f'  {speed:,.0f} images/s'
@@ -182,23 +185,23 @@ class Reporter:
         left = format_duration(pace * (self._steps.stop - step))
         self.console.print(f'step {step}/{self._steps.stop}  {text}  {left} left')
 
-    def _compare_processes(self, step: int, seconds: float) -> dict[str, float]:
-        """Returns how long the slowest process takes per step; {} if it is the only one.
+    def _compare_processes(self, step: int, seconds: float, waited: float) -> dict[str, float]:
+        """Returns how long the slowest process took per step, up to the previous report.
 
-        Logs a warning if the other processes wait for it.
+        Logs a warning if the other processes waited for it.
 
         Args:
           step: The step.
           seconds: Wall time per step since the last report.
+          waited: The part of `seconds` in which this process waited for devices.
         """
-        waited = self.clock.device_wait - self._waited_before
-        self._waited_before += waited
-        pace = self._job.compare_pace(seconds - waited / max(1, len(self._recent)))
+        pace, wall = self._job.compare_pace(step, seconds - waited), self._wall
+        self._wall = seconds
         if pace is None:
             return {}
-        is_slow = pace.slowest > max(0.8 * seconds, 2 * pace.median)
+        is_slow = pace.slowest > max(0.8 * wall, 2 * pace.median)
         if is_slow and pace.name != self._slow_process:
-            text = 'step %d: %s is slow: %.3g s per step without waiting for devices, others %.3g s'
+            text = 'step %d: %s is slow: %.3g s per step without waiting for devices, median %.3g s'
             logging.warning(text, step, pace.name, pace.slowest, pace.median)
         self._slow_process = pace.name if is_slow else None
         ratio = pace.slowest / max(pace.median, 1e-9)
@@ -264,26 +267,11 @@ def describe_run(experiment: Experiment) -> str:
         f'warm-up {plural(length.to_steps(config.schedule.warmup), "step")}',
         f'model   {count_params(model):,} parameters, {tokens}'
         f'{count_multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
-        *_describe_steps(experiment),
         f'compute {experiment.compute}',
     ]
     if (teacher := config.distillation.teacher) is not None:
         lines.append(f'teacher {teacher}, {config.distillation.kind}')
     return '\n'.join([*lines, *experiment.param_group_report])
-
-
-def _describe_steps(experiment: Experiment) -> list[str]:
-    """Describes each kind of step that differs from the model, in lines."""
-    config, lines = experiment.config, list[str]()
-    for kind in config.step_kinds:
-        model = with_patch_size(experiment.model.config, kind.patch_size)
-        if kind == (None, 0.0) or not isinstance(model, ViTConfig):
-            continue
-        regularization = kind.regularize(config.regularization)
-        tokens = plural(regularization.num_tokens(model), 'token')
-        operations = count_multiply_adds(model, regularization=regularization) / 1e6
-        lines.append(f'training with {kind}: {tokens}, {operations:,.1f} M multiply-adds per image')
-    return lines
 
 
 def format_duration(seconds: float) -> str:

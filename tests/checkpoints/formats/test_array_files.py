@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import vit_jax
+from benchmarks import fault_injection
 from tests import reference
-from tests.checkpoints import damage
 from vit_jax.base import UserError
 from vit_jax.checkpoints.formats.array_files import read_array_file, write_safetensors
 
@@ -142,7 +142,8 @@ def test_what_is_written_can_be_read_by_those_who_can_read_other_files(tmp_path)
 
 @pytest.mark.full
 def test_damage_to_an_npz_is_an_error_or_harmless(tmp_path):
-    assert damage.outcomes('google_vit_token_prelogits', tmp_path, 24)['rejected'] > 8
+    counts = fault_injection.damage_copies('google_vit_token_prelogits', tmp_path, 24)
+    assert counts['rejected'] > 8
 
 
 def test_shards_are_one_checkpoint(tmp_path):

@@ -186,7 +186,7 @@ def damage_copies(name: str, folder: pathlib.Path, copies: int) -> dict[str, int
     Each copy must be rejected in one sentence or give the same values. Returns how many did which.
     (safetensors files have no checksums, so that a flipped bit in their numbers is not noticed.)
     """
-    original, hints = pathlib.Path(reference.path(name)), reference.HINTS[name]
+    original, hints = pathlib.Path(reference.path(name)), dict[str, Any](reference.HINTS[name])
     whole, path = vit_jax.load(original, **hints), folder / original.name
     vit_jax.save(whole, path, overwrite=True)
     data, expected = path.read_bytes(), jax.tree.leaves(whole.params)

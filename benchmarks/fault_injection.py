@@ -25,6 +25,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+import jax
+import numpy as np
+
 import vit_jax
 from benchmarks import soak
 from tests import reference, tiny_config

@@ -35,6 +35,7 @@ from tests.hosts import ROOT, hosts
 from vit_jax.base import UserError
 from vit_jax.experiment import training_run
 
+HINTS: dict[str, Any] = {**reference.HINTS}
 TIMEOUT_SECONDS = 1800  # time limit of one process, in seconds
 
 
@@ -189,7 +190,7 @@ def damage_copies(name: str, folder: pathlib.Path, copies: int) -> dict[str, int
     Each copy must be rejected in one sentence or give the same values. Returns how many did which.
     (safetensors files have no checksums, so that a flipped bit in their numbers is not noticed.)
     """
-    original, hints = pathlib.Path(reference.path(name)), dict[str, Any](reference.HINTS[name])
+    original, hints = pathlib.Path(reference.path(name)), HINTS[name]
     whole, path = vit_jax.load(original, **hints), folder / original.name
     vit_jax.save(whole, path, overwrite=True)
     data, expected = path.read_bytes(), jax.tree.leaves(whole.params)
@@ -214,7 +215,7 @@ def damage_copies(name: str, folder: pathlib.Path, copies: int) -> dict[str, int
 
 def damage_published_files(copies: int) -> Outcome:
     """Loads damaged copies of each published npz file that is on this machine."""
-    places = {name: reference.find(name) for name in reference.HINTS}
+    places = {name: reference.find(name) for name in HINTS}
     names = [name for name, place in places.items() if place and place.suffix == '.npz']
     with tempfile.TemporaryDirectory() as folder:
         counts = [damage_copies(name, pathlib.Path(folder), copies) for name in names]

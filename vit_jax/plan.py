@@ -56,8 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
     for policy, result in memory_plan.try_remat_policies(config, compute.remat, where):
         print(f'remat       {policy:<6}{_verdict(result)}', flush=True)
     if not isinstance(result, StepMemory):
-        print('does not fit: use more devices, a smaller batch, ', end='')
-        print('--config.accumulation_steps or --config.mesh.fsdp')
+        print('does not fit: reduce --config.batch_size, or use --config.mesh.fsdp or more devices')
         return 1
     print(f'compiled in {time.monotonic() - start:.0f} s')
     print('\n'.join(result.sharding))

@@ -35,6 +35,16 @@ def save(checkpoints, *steps, best=None):
     checkpoints.wait()
 
 
+def test_closing_gives_up_on_a_save_that_does_not_end(saved, monkeypatch):
+    """As if another process were gone while arrays are written."""
+    ended, checkpoints = threading.Event(), saved[1]
+    monkeypatch.setattr(checkpoints._writer, 'wait_until_finished', ended.wait)
+    checkpoints.save(5, PARAMS, TRAINING, CARD, {})
+    checkpoints.close(0.1)
+    assert checkpoints._thread.is_alive()
+    ended.set()
+
+
 def shardings(tree, **mesh):
     config = MeshConfig(**mesh, fsdp_min_mb=0.0)
     return shardings_for(tree, make_mesh(config), config)

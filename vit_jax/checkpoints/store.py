@@ -182,14 +182,16 @@ class Checkpoints:
         self._join()
         self.check()
 
-    def close(self) -> None:
-        """Waits for the last checkpoint and stops the threads."""
-        self._join()
-        self._resources.close()
+    def close(self, seconds: float | None = None) -> None:
+        """Waits for the last checkpoint, for at most `seconds` if given, and stops the threads."""
+        if self._join(seconds):
+            self._resources.close()
 
-    def _join(self) -> None:
+    def _join(self, seconds: float | None = None) -> bool:
+        """Waits for the background thread; returns whether it has ended."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
 
 def _seal(partial: Path, final: Path, texts: dict[str, Json]) -> None:

@@ -71,7 +71,7 @@ class Reporter:
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._num_restored = len(self._recent)  # steps of an earlier start
         self.losses = [*progress.get('losses', [])]  # see `fit`
-        self._slow_process: str | None = None  # in the last report
+        self._slow_process, self._slow_reports = '', 0  # reports in a row that it was slow
         self._wall = 0.0  # seconds per step in the last report
         # Number of unreadable training images that were skipped, with repetitions, over all starts.
         self.skipped_images = progress.get('skipped', 0)
@@ -167,13 +167,12 @@ class Reporter:
         skipped = len(self._recent) - len(used)
         numbers = last.scalars | {'count': last.num_examples, 'skipped': skipped}
         numbers |= {name: sum(m.sums[name] for m in used) / examples for name in last.sums}
+        self.clock.record_elapsed()
         timed = self._recent[self._num_restored :]
         busy, waited = self._busy_seconds() - self._busy_before, self.clock.device_wait
-        speed = sum(m.num_examples for m in timed) / max(1e-9, busy)
-        numbers['images_per_second'] = speed
-        numbers |= self._compare_processes(
-            step, busy / len(timed), (waited - self._waited_before) / len(timed)
-        )
+        speed = numbers['images_per_second'] = sum(m.num_examples for m in timed) / max(1e-9, busy)
+        own = busy - waited + self._waited_before
+        numbers |= self._compare_processes(step, busy / len(timed), own / len(timed))
         self._recent, self._num_restored = [], 0
         self._busy_before, self._waited_before = self._busy_seconds(), waited
         text = f'loss {numbers["loss"]:.4f}'
@@ -185,25 +184,26 @@ class Reporter:
         left = format_duration(pace * (self._steps.stop - step))
         self.console.print(f'step {step}/{self._steps.stop}  {text}  {left} left')
 
-    def _compare_processes(self, step: int, seconds: float, waited: float) -> dict[str, float]:
+    def _compare_processes(self, step: int, seconds: float, own: float) -> dict[str, float]:
         """Returns how long the slowest process took per step, up to the previous report.
 
-        Logs a warning if the other processes waited for it.
+        Logs a warning if the other processes waited for it in two reports in a row.
 
         Args:
           step: The step.
           seconds: Wall time per step since the last report.
-          waited: The part of `seconds` in which this process waited for devices.
+          own: `seconds` without the time in which this process waited for devices.
         """
-        pace, wall = self._job.compare_pace(step, seconds - waited), self._wall
-        self._wall = seconds
+        pace, wall, self._wall = self._job.compare_pace(step, own), self._wall, seconds
         if pace is None:
             return {}
         is_slow = pace.slowest > max(0.8 * wall, 2 * pace.median)
-        if is_slow and pace.name != self._slow_process:
+        is_slow_again = is_slow and pace.name == self._slow_process
+        self._slow_reports = self._slow_reports + 1 if is_slow_again else int(is_slow)
+        self._slow_process = pace.name
+        if self._slow_reports == 2:
             text = 'step %d: %s is slow: %.3g s per step without waiting for devices, median %.3g s'
             logging.warning(text, step, pace.name, pace.slowest, pace.median)
-        self._slow_process = pace.name if is_slow else None
         ratio = pace.slowest / max(pace.median, 1e-9)
         return {'slowest_host_seconds': pace.slowest, 'slowest_host_ratio': ratio}
 

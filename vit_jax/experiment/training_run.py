@@ -96,7 +96,8 @@ def train(
             programs = compile_programs(experiment, console)
         console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
         checkpoints = open_checkpoint_store(experiment, workdir, job)
-        stack.enter_context(contextlib.closing(checkpoints))
+        # If another process is gone, the writing of a checkpoint does not end.
+        stack.push(lambda kind, *_: checkpoints.close(5 if kind and job.count > 1 else None))
         state, progress = restore_or_init(experiment, programs.state, checkpoints, job, console)
         steps = range(int(state.step), experiment.length.total_steps)
         if selection and (saved := progress.get('selection')):

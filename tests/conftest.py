@@ -55,24 +55,16 @@ def pytest_configure(config):
 
 
 LONGEST = [  # by the seconds that they take
-    'experiment/test_hosts.py',
     'test_documentation.py',
-    'laws/test_training.py',
-    'experiment/test_buckets.py',
     'experiment/test_training_run.py',
-    'cli/test_app.py',
-    'test_gpu_programs.py',
-    'experiment/test_stopping.py',
-    'test_families_in_use.py',
-    'test_pretrained.py',
+    'laws/test_training.py',
     'test_benchmarks.py',
-    'test_visualize.py',
-    'models/test_vit.py',
-    'test_study.py',
     'studies/test_planned_runs.py',
-    'test_plan.py',
-    'checkpoints/formats/test_round_trips.py',
-    'figures/test_figures.py',
+    'test_gpu_programs.py',
+    'experiment/test_hosts.py',
+    'experiment/test_buckets.py',
+    'cli/test_app.py',
+    'experiment/test_stopping.py',
 ]
 
 

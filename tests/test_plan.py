@@ -1,6 +1,5 @@
 """Compiling for devices that are not here. What needs a compiler is skipped where there is none."""
 
-import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -33,14 +32,10 @@ def whole(slice_of_eight):
     return memory_plan.compile_step(task(), slice_of_eight)
 
 
-def task(**changes):
+def task(batch_size=1024, **changes):
     model = tiny.model(image_size=(32, 32), width=256, mlp_dim=1024, depth=4, num_heads=4)
-    config = tiny.experiment(model=model, batch_size=1024, **changes)
+    config = tiny.experiment(model=model, batch_size=batch_size, **changes)
     return memory_plan.with_dummy_data(config, num_classes=tiny.CLASSES, num_images=1438)
-
-
-def with_images(config, batch_size):
-    return dataclasses.replace(config, batch_size=batch_size)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +75,7 @@ def test_axes_may_share_a_side_of_the_torus(name, data, fsdp):
 def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
     """The one deliberate failure: 16 M images in one step, of which the compiler says the size."""
     with pytest.raises(DoesNotFitError) as error:
-        memory_plan.compile_step(with_images(task(), 2**24), slice_of_eight)
+        memory_plan.compile_step(task(2**24), slice_of_eight)
     assert error.value.needed > slice_of_eight.memory
 
 
@@ -118,7 +113,7 @@ def fake_step(memory_per_image, state=100):
 def test_the_first_policy_that_fits_is_found(monkeypatch, batch_size, expected):
     per_image = {'none': 100, 'dots': 30, 'block': 7}
     monkeypatch.setattr(memory_plan, 'compile_step', fake_step(per_image))
-    where, small = Topology('test', jax.devices(), 10_000), with_images(task(), batch_size)
+    where, small = Topology('test', jax.devices(), 10_000), task(batch_size)
     tried = list(memory_plan.try_remat_policies(small, 'none', where))
     policy, result = tried[-1]
     assert policy == expected and isinstance(result, memory_plan.StepMemory)

@@ -187,7 +187,7 @@ def damage_run_files() -> Outcome:
 def damage_copies(name: str, folder: pathlib.Path, copies: int) -> dict[str, int]:
     """Loads damaged copies of a small published npz file, as vit_jax writes it.
 
-    Each copy must be rejected in one sentence or give the same values. Returns how many did which.
+    Each copy must be rejected in one sentence or give the same values. Returns the counts of both.
     (safetensors files have no checksums, so that a flipped bit in their numbers is not noticed.)
     """
     original, hints = pathlib.Path(reference.path(name)), HINTS[name]

@@ -148,7 +148,7 @@ def lower_probe(experiment: Experiment, params: Params) -> Any:
 
 
 def prepare(program: Program, devices: Sequence[jax.Device]) -> tuple[Experiment, TrainState]:
-    """Builds the experiment of a program on these devices, and its abstract state."""
+    """Builds the experiment and the abstract state of a program for the given devices."""
     optimizer = OptimizerConfig(weight_decay=0.1, clip_norm=1.0)
     config = TrainConfig(
         data='digits',
@@ -187,7 +187,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Compiles the programs of these names, or all."""
+    """Compiles the named programs, or all."""
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_enable_compilation_cache', False)  # it asks the devices
     where = ahead_of_time.find_topology('h200:1x1')

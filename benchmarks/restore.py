@@ -56,7 +56,7 @@ def restore_each(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Saves arrays of the given size in one of the processes, and restores them in turn."""
+    """Saves arrays, and times both ways to restore them alternately, in one of the processes."""
     connect(
         LaunchConfig(
             coordinator_address=arguments.address,

@@ -1,11 +1,11 @@
-"""Kills a training many times and measures how fast it resumes: python -m benchmarks.soak FOLDER.
+"""Kills a run many times and measures how fast it resumes: python -m benchmarks.soak FOLDER.
 
-For each number of processes, one training is killed at random moments by SIGKILL: all of its
-processes, or one, and then the others must exit by themselves. The same command starts it again,
+For each number of processes, one run is killed at random moments by SIGKILL: all of its
+processes, or one, and then the others must exit on their own. The same command starts it again,
 as a scheduler would, until it has been killed `--kills` times. It then trains to its end, and its
-parameters and metrics are compared with those of a training that was never killed.
+parameters and metrics are compared with those of a run that was never killed.
 
-The program itself can be stopped at any time; the same command continues. The table shows seconds
+You can stop the benchmark at any time; the same command resumes it. The table shows seconds
 from a SIGKILL to the next finished step, with imports and with a warm compilation cache. `useful`
 is the fraction of wall time in steps that count (goodput), simulated for a kill every 30 minutes.
 """
@@ -37,7 +37,7 @@ ENVIRONMENT = {
     'PYTHONPATH': str(ROOT),
     'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
 }
-MAX_STEPS = 30  # a training is killed before it has finished so many steps
+MAX_STEPS = 30  # a run is killed before it has finished so many steps
 CHECKPOINT_STEPS = 10
 TIMEOUT_SECONDS = 600  # of a start, and of the exit of processes whose partner was killed
 KILL_EVERY_SECONDS = 1800  # in the simulation
@@ -45,12 +45,12 @@ CHECKPOINT_SECONDS = 60  # in the simulation
 
 
 def start(folder: pathlib.Path, name: str, count: int, kills: int) -> list[subprocess.Popen[bytes]]:
-    """Starts the processes of the training in FOLDER/NAME/run."""
+    """Starts the processes of the run in FOLDER/NAME/run."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     command = [sys.executable, '-m', 'vit_jax.train', '--config=tests/tiny_config.py']
     steps = (
         MAX_STEPS // 2 * kills + 60
-    )  # a kill loses steps, so the training is not complete before
+    )  # a kill loses steps, so the run is not complete before
     command += [f'--workdir={folder}/{name}/run', f'--config.total.steps={steps}']
     command += ['--config.log_every_steps=1', f'--config.checkpoint_every_steps={CHECKPOINT_STEPS}']
     env = {'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled')} | os.environ | ENVIRONMENT
@@ -68,7 +68,7 @@ def start(folder: pathlib.Path, name: str, count: int, kills: int) -> list[subpr
 
 
 def reported(folder: pathlib.Path, after: float) -> list[dict[str, Any]]:
-    """Returns the events of steps that finished after a time."""
+    """Returns the events of steps that finished after the given time."""
     events = read_events(folder / 'killed/run/events.jsonl')
     return [one for one in events if one['event'] == 'reported' and one['time'] > after]
 
@@ -86,7 +86,7 @@ def wait_for_step(
 
 
 def soak(folder: pathlib.Path, count: int, kills: int) -> list[dict[str, Any]]:
-    """Kills one training until its record has `kills` kills; returns the record."""
+    """Kills one run until its record has `kills` kills; returns the record."""
     path = folder / 'kills.jsonl'
     record = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     killed: dict[str, Any] | None = None  # the kill whose recovery is being measured
@@ -128,7 +128,7 @@ def train_to_end(folder: pathlib.Path, name: str, count: int, kills: int) -> Non
 
 
 def simulate_useful_time(recoveries: list[float], hours: int = 1000) -> float:
-    """Returns the fraction of wall time that is spent in steps that are not lost.
+    """Returns the goodput: the fraction of wall time in steps that are not lost.
 
     Kills come at random, one in 30 minutes on average. Each costs a measured recovery, drawn at
     random, and the steps since the last checkpoint, which is written once a minute.
@@ -184,7 +184,7 @@ def main() -> None:
         '--processes', type=lambda text: [*map(int, text.split(','))], default=[1, 2, 4]
     )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # kills the training first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # kills the run first
     versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
     rows = []
     for count in arguments.processes:

@@ -32,7 +32,7 @@ import jax
 # Private modules, for four reasons. The processes compare configurations before they initialize
 # devices, but multihost_utils needs devices. jax's sync point for preemption handles only SIGTERM,
 # and does so even before there is a state to save. jax's CPU collectives listen at the address of
-# the host name, even if all processes run on one host. And see `_hash_devices`.
+# the host name, even if all processes run on one host. `_hash_devices` is the fourth reason.
 from jax._src import cache_key, clusters, distributed, xla_bridge
 from jaxlib import _jax
 
@@ -120,7 +120,7 @@ def connect(launch: LaunchConfig) -> None:
 
 
 def _hash_devices(original: Callable[..., None], digest: Any, devices: Any) -> None:
-    """Adds devices to a key of the compilation cache; of CPUs only the instruction sets."""
+    """Adds devices to a key of the compilation cache; for CPUs, only the instruction sets."""
     if devices.flat[0].platform != 'cpu':
         return original(digest, devices)
     with contextlib.suppress(OSError), open('/proc/cpuinfo', 'rb') as file:

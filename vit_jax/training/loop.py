@@ -171,7 +171,8 @@ def fit(
             with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
                 limit = tuple[np.float32, ...]()
                 if spike_deviations is not None:
-                    # The newest loss is known only after an action or a restart: it is never used.
+                    # The newest loss is known only after an action or a restart. It is never used,
+                    # so that the limits are the same in a resumed run.
                     before = losses if pending else losses[:-1]
                     limit = (np.float32(limit_loss(before, spike_deviations)),)
                 state, metrics = update(state, batch, *limit)

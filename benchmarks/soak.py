@@ -48,9 +48,8 @@ def start(folder: pathlib.Path, name: str, count: int, kills: int) -> list[subpr
     """Starts the processes of the run in FOLDER/NAME/run."""
     (folder / name).mkdir(parents=True, exist_ok=True)
     command = [sys.executable, '-m', 'vit_jax.train', '--config=tests/tiny_config.py']
-    steps = (
-        MAX_STEPS // 2 * kills + 60
-    )  # a kill loses steps, so the run is not complete before
+    # Kills lose steps, so the run is not complete before the last kill.
+    steps = MAX_STEPS // 2 * kills + 60
     command += [f'--workdir={folder}/{name}/run', f'--config.total.steps={steps}']
     command += ['--config.log_every_steps=1', f'--config.checkpoint_every_steps={CHECKPOINT_STEPS}']
     env = {'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled')} | os.environ | ENVIRONMENT

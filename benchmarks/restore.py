@@ -34,11 +34,9 @@ def restore_one(folder: pathlib.Path, like: Any, mesh: Mesh) -> Any:
     """Restores in the first process, which broadcasts to the others."""
     handler = ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=0)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-    first = meshes.replicated(Mesh(mesh.devices[:1], mesh.axis_names))
     arguments = jax.tree.map(
         lambda x: ocp.type_handlers.SingleReplicaArrayRestoreArgs(
             sharding=x.sharding,
-            single_replica_sharding=first,
             global_shape=x.shape,
             dtype=x.dtype,
         ),

@@ -120,9 +120,10 @@ def test_the_task_of_skypilot_matches_its_schema(tmp_path):
 
 
 @pytest.mark.parametrize(
-    'code, count, requeued', [(75, '', 'requeue 7\n'), (75, '100', ''), (1, '', ''), (0, '', '')]
+    'code, count, requeued',
+    [(75, '', 'requeue 7\n'), (137, '1', 'requeue 7\n'), (75, '100', ''), (1, '', ''), (0, '', '')],
 )
-def test_slurm_queues_a_job_again_after_exit_code_75(code, count, requeued, tmp_path):
+def test_slurm_queues_a_job_again_after_exit_code_75_and_a_kill(code, count, requeued, tmp_path):
     scripts = {'srun': f'echo "$@" > {tmp_path}/words; exit {code}', 'scontrol': 'echo "$@"'}
     for name, text in scripts.items():
         (tmp_path / name).write_text(f'#!/bin/sh\n{text}\n')

@@ -97,7 +97,7 @@ def train(
         console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
         checkpoints = open_checkpoint_store(experiment, workdir, job)
         # If another process has died, a save never finishes.
-        stack.push(lambda kind, *_: checkpoints.close(5 if kind and job.count > 1 else None))
+        stack.push(lambda kind, *_: checkpoints.close(2 if kind and job.count > 1 else None))
         state, progress = restore_or_init(experiment, programs.state, checkpoints, job, console)
         steps = range(int(state.step), experiment.length.total_steps)
         if selection and (saved := progress.get('selection')):

@@ -11,6 +11,7 @@ is the fraction of wall time in steps that count (goodput), simulated for a kill
 """
 
 import argparse
+import ctypes
 import json
 import os
 import pathlib
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from tests.hosts import free_port, result
+from vit_jax.base import storage
 from vit_jax.distributed.processes import REQUEUE
 from vit_jax.experiment.reporter import read_events
 
@@ -44,6 +46,11 @@ KILL_EVERY_SECONDS = 1800  # in the simulation
 CHECKPOINT_SECONDS = 60  # in the simulation
 
 
+def _die_with_parent() -> None:
+    """Makes Linux kill this process when its parent dies (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def start(folder: pathlib.Path, name: str, count: int, kills: int) -> list[subprocess.Popen[bytes]]:
     """Starts the processes of the run in FOLDER/NAME/run."""
     (folder / name).mkdir(parents=True, exist_ok=True)
@@ -60,7 +67,12 @@ def start(folder: pathlib.Path, name: str, count: int, kills: int) -> list[subpr
         place += [f'--process_id={index}']
         with (folder / name / f'{index}.log').open('ab') as log:
             process = subprocess.Popen(
-                [*command, *(place if count > 1 else [])], cwd=ROOT, env=env, stdout=log, stderr=log
+                [*command, *(place if count > 1 else [])],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_parent,
             )
         processes.append(process)
     return processes
@@ -87,7 +99,7 @@ def wait_for_step(
 def soak(folder: pathlib.Path, count: int, kills: int) -> list[dict[str, Any]]:
     """Kills one run until its record has `kills` kills; returns the record."""
     path = folder / 'kills.jsonl'
-    record = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    record = storage.read_json_lines(path, step=int, seconds=float)
     killed: dict[str, Any] | None = None  # the kill whose recovery is being measured
     while len(record) < kills:
         moments = random.Random(f'{count} {len(record)} {killed is None}')
@@ -121,8 +133,7 @@ def soak(folder: pathlib.Path, count: int, kills: int) -> list[dict[str, Any]]:
 
 def train_to_end(folder: pathlib.Path, name: str, count: int, kills: int) -> None:
     """Trains without kills."""
-    processes = start(folder, name, count, kills)
-    codes = [process.wait() for process in processes]
+    codes = [process.wait() for process in start(folder, name, count, kills)]
     assert not any(codes), f'exit codes {codes}; see {folder}/{name}/*.log'
 
 
@@ -183,7 +194,6 @@ def main() -> None:
         '--processes', type=lambda text: [*map(int, text.split(','))], default=[1, 2, 4]
     )
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # kills the run first
     versions = ', '.join(f'{n} {metadata.version(n)}' for n in ('jax', 'orbax-checkpoint'))
     rows = []
     for count in arguments.processes:

@@ -94,13 +94,13 @@ def test_a_slow_process_is_named(tmp_path):
     """The folder may have any name."""
     folder = tmp_path / 'lr=[0.1] a\\b*?%#'
     folder.mkdir()
-    flags = ['--config.total.steps=25', '--config.spike_deviations=6']
+    flags = ['--config.total.steps=40', '--config.spike_deviations=6']
     with training(folder, 'slow:300:1', 2, flags) as started:
         assert [host.wait() for host in started] == [0, 0]
     assert 'process 1 of 2' in started[0].text and 'is slow' in started[0].text
     lines = (folder / 'run/metrics.jsonl').read_text().splitlines()
     compared = [line for line in map(json.loads, lines) if 'slowest_host_ratio' in line]
-    assert [line['step'] for line in compared] == [10, 15, 20, 25]  # of the report before
+    assert [line['step'] for line in compared] == [20, 30, 40]  # of the ten steps before
     assert all(line['slowest_host_seconds'] > 0.3 for line in compared)
     assert all(line['slowest_host_ratio'] > 3 for line in compared[1:])  # the first step is slow
 

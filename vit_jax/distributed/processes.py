@@ -247,9 +247,8 @@ class Job:
         self._pace_step = step
         if self.index > 0 or previous is None:
             return None
-        texts = self._store.key_value_dir_get(f'{_PACE}/{previous}/')
+        paces = [json.loads(x) for _, x in self._store.key_value_dir_get(f'{_PACE}/{previous}/')]
         self._store.key_value_delete(f'{_PACE}/{previous}/')
-        paces = [json.loads(text) for _, text in texts]
         (slowest, name), median = max(paces), statistics.median_low(pace for pace, _ in paces)
         return Pace(slowest, name, median)
 

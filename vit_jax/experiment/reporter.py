@@ -71,8 +71,7 @@ class Reporter:
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._num_restored = len(self._recent)  # steps of an earlier start
         self.losses = [*progress.get('losses', [])]  # see `fit`
-        self._slow_process, self._slow_reports = '', 0  # reports in a row that it was slow
-        self._wall = 0.0  # seconds per step in the last report
+        self._slow = collections.Counter[str]()  # how often the others waited for a process
         # Number of unreadable training images that were skipped, with repetitions, over all starts.
         self.skipped_images = progress.get('skipped', 0)
         self.earlier_seconds: dict[str, float] = {}  # seconds of earlier starts by activity
@@ -83,7 +82,7 @@ class Reporter:
         if not self.console.quiet:
             self._open_files(experiment, folder)
         self._busy_before, self._began = self._busy_seconds(), time.monotonic()
-        self._waited_before = clock.device_wait
+        self._compared = 0, self._busy_before, clock.device_wait
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
         """Opens the files. Removes lines of metrics.jsonl that this start will write again."""
@@ -169,12 +168,10 @@ class Reporter:
         numbers |= {name: sum(m.sums[name] for m in used) / examples for name in last.sums}
         self.clock.record_elapsed()
         timed = self._recent[self._num_restored :]
-        busy, waited = self._busy_seconds() - self._busy_before, self.clock.device_wait
-        speed = numbers['images_per_second'] = sum(m.num_examples for m in timed) / max(1e-9, busy)
-        own = busy - waited + self._waited_before
-        numbers |= self._compare_processes(step, busy / len(timed), own / len(timed))
-        self._recent, self._num_restored = [], 0
-        self._busy_before, self._waited_before = self._busy_seconds(), waited
+        busy, images = self._busy_seconds(), sum(m.num_examples for m in timed)
+        speed = numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
+        numbers |= self._compare_processes(step)
+        self._recent, self._num_restored, self._busy_before = [], 0, busy
         text = f'loss {numbers["loss"]:.4f}'
         text += f'  accuracy {numbers["accuracy"]:.1%}' if 'accuracy' in numbers else ''
         text += f'  {speed:,.0f} images/s'
@@ -184,26 +181,25 @@ class Reporter:
         left = format_duration(pace * (self._steps.stop - step))
         self.console.print(f'step {step}/{self._steps.stop}  {text}  {left} left')
 
-    def _compare_processes(self, step: int, seconds: float, own: float) -> dict[str, float]:
-        """Returns how long the slowest process took per step, up to the previous report.
+    def _compare_processes(self, step: int) -> dict[str, float]:
+        """Returns how long the slowest process took per step, up to the previous comparison.
 
-        Logs a warning if the other processes waited for it in two reports in a row.
-
-        Args:
-          step: The step.
-          seconds: Wall time per step since the last report.
-          own: `seconds` without the time in which this process waited for devices.
+        Compares at least ten steps, so that single evaluations and saves do not matter. At the
+        second time that the others waited for a process, logs a warning.
         """
-        pace, wall, self._wall = self._job.compare_pace(step, own), self._wall, seconds
+        now = step - self._steps.start, self._busy_seconds(), self.clock.device_wait
+        pairs = zip(now, self._compared, strict=True)
+        count, busy, waited = (after - before for after, before in pairs)
+        if count < 10:
+            return {}
+        pace, self._compared = self._job.compare_pace(step, (busy - waited) / count), now
         if pace is None:
             return {}
-        is_slow = pace.slowest > max(0.8 * wall, 2 * pace.median)
-        is_slow_again = is_slow and pace.name == self._slow_process
-        self._slow_reports = self._slow_reports + 1 if is_slow_again else int(is_slow)
-        self._slow_process = pace.name
-        if self._slow_reports == 2:
-            text = 'step %d: %s is slow: %.3g s per step without waiting for devices, median %.3g s'
-            logging.warning(text, step, pace.name, pace.slowest, pace.median)
+        if pace.slowest > max(0.8 * busy / count, 2 * pace.median):
+            self._slow[pace.name] += 1
+            if self._slow[pace.name] == 2:
+                text = '%s is slow: %.3g s per step without waiting for devices, median %.3g s'
+                logging.warning(text, pace.name, pace.slowest, pace.median)
         ratio = pace.slowest / max(pace.median, 1e-9)
         return {'slowest_host_seconds': pace.slowest, 'slowest_host_ratio': ratio}
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import psutil
 from rich.console import Console
 
@@ -221,7 +220,9 @@ def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | Non
     out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
     update = experiment.updates[kind or experiment.config.step_kinds[0]]
     step = meshes.jit_on(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
-    limit = () if experiment.config.spike_deviations is None else (np.float32(0),)
+    limit = (
+        () if experiment.config.spike_deviations is None else (jax.ShapeDtypeStruct((), 'float32'),)
+    )
     return step.lower(state, batches.abstract(experiment.train_reader), experiment.teacher, *limit)
 
 

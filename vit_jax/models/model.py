@@ -158,9 +158,10 @@ _SHAPES: dict[str, Params] = {}  # results of `abstract_params`
 def abstract_params(config: ModelConfig) -> Params:
     """Returns the shape and dtype of each parameter, without computing it.
 
-    A model is traced once: tracing takes a tenth of the time that a small run needs to start.
+    A model is traced once, because tracing takes a tenth of the time that a small run needs to
+    start. A model with a function as head is traced each time, because the function may change.
     """
-    if (key := repr(config)) not in _SHAPES:
+    if (key := repr(config)) not in _SHAPES or callable(config.head):
         _SHAPES[key] = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     return jax.tree.map(lambda leaf: leaf, _SHAPES[key])  # the caller may change the dictionaries
 

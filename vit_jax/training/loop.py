@@ -16,7 +16,6 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from vit_jax.base import Batch, Path, errors, storage
@@ -169,12 +168,12 @@ def fit(
             with clock('data wait'):
                 batch = next(batches)
             with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
-                limit = tuple[np.float32, ...]()
+                limit = tuple[float, ...]()
                 if spike_deviations is not None:
                     # The newest loss is known only after an action or a restart. It is never used,
                     # so that the limits are the same in a resumed run.
                     before = losses if pending else losses[:-1]
-                    limit = (np.float32(limit_loss(before, spike_deviations)),)
+                    limit = (limit_loss(before, spike_deviations),)
                 state, metrics = update(state, batch, *limit)
                 read_pending()
                 pending = step + 1, metrics

@@ -95,13 +95,27 @@ class Clock:
         self._since = now
 
 
-def limit_loss(losses: Sequence[float], deviations: float) -> float:
-    """Returns the mean of recent losses plus `deviations` times their standard deviation.
+def limit_loss(losses: Sequence[float], *, deviations: float | None) -> tuple[float, ...]:
+    """Returns (limit,): the mean of recent losses plus `deviations` standard deviations.
 
     A step with a higher loss is a spike. The limit is infinite until half of the window is filled.
+    Returns () if `deviations` is None.
     """
+    if deviations is None:
+        return ()
     finite = [loss for loss in losses[-LOSS_WINDOW:] if isfinite(loss)]
-    return fmean(finite) + deviations * stdev(finite) if len(finite) >= LOSS_WINDOW // 2 else inf
+    is_filled = len(finite) >= LOSS_WINDOW // 2
+    return (fmean(finite) + deviations * stdev(finite) if is_filled else inf,)
+
+
+def require_progress(step: int, metrics: StepMetrics, skipped: int, max_skipped: int) -> None:
+    """Raises NotFiniteError if parameters are not finite or too many updates were skipped."""
+    if skipped >= max_skipped or not isfinite(metrics.scalars['parameter_norm']):
+        numbers = metrics.means | metrics.scalars
+        values = [f'{name} is {n}' for name, n in numbers.items() if not isfinite(n)]
+        text = ', '.join(values) or f'loss is {numbers["loss"]:.4g}, a spike'
+        more = f'; {skipped} updates in a row were skipped' if skipped > 1 else ''
+        raise NotFiniteError(f'step {step}: {text}{more}')
 
 
 def fit(
@@ -156,24 +170,15 @@ def fit(
         del losses[: -LOSS_WINDOW - 1]
         on_metrics(step, metrics)
         skipped = skipped + 1 if metrics.scalars['skipped'] else 0
-        if skipped >= max_skipped_steps or not isfinite(metrics.scalars['parameter_norm']):
-            numbers = metrics.means | metrics.scalars
-            values = [f'{name} is {n}' for name, n in numbers.items() if not isfinite(n)]
-            text = ', '.join(values) or f'loss is {numbers["loss"]:.4g}, a spike'
-            more = f'; {skipped} updates in a row were skipped' if skipped > 1 else ''
-            raise NotFiniteError(f'step {step}: {text}{more}')
+        require_progress(step, metrics, skipped, max_skipped_steps)
 
     try:
         for step in steps:
             with clock('data wait'):
                 batch = next(batches)
             with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
-                limit = tuple[float, ...]()
-                if spike_deviations is not None:
-                    # The newest loss is known only after an action or a restart. It is never used,
-                    # so that the limits are the same in a resumed run.
-                    before = losses if pending else losses[:-1]
-                    limit = (limit_loss(before, spike_deviations),)
+                # The newest loss is known only after an action or a restart, so it is not used.
+                limit = limit_loss(losses if pending else losses[:-1], deviations=spike_deviations)
                 state, metrics = update(state, batch, *limit)
                 read_pending()
                 pending = step + 1, metrics

@@ -153,15 +153,12 @@ def make_update(
         metrics are from the first pass; `gradient_norm` is the norm of SAM's gradient.
 
     Returns:
-      `update(state, batch, teacher=None, loss_limit=None)`; `teacher` are the parameters of the
+      `update(state, batch, teacher=None, loss_limit=inf)`; `teacher` are the parameters of the
       teacher, if any.
     """
 
     def update(
-        state: TrainState,
-        batch: Batch,
-        teacher: Params | None = None,
-        loss_limit: Float[Array, ''] | None = None,
+        state: TrainState, batch: Batch, teacher: Params | None = None, loss_limit: Any = jnp.inf
     ) -> tuple[TrainState, StepMetrics]:
         options = {} if teacher is None else {'teacher': teacher}
 
@@ -186,9 +183,7 @@ def make_update(
             average = optax.incremental_update(params, state.ema_params, 1 - ema_decay)
         # Selecting the state here lets XLA reuse the old memory. optax.apply_if_finite does
         # not check the loss or select the average, and it applies the last of many bad updates.
-        is_used = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
-        if loss_limit is not None:
-            is_used &= loss <= loss_limit
+        is_used = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & (loss <= loss_limit)
         updated = TrainState(state.step, params, opt_state, average)
         after = _select(is_used, updated, state)
         scalars = {

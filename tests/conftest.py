@@ -63,8 +63,6 @@ LONGEST = [  # by the seconds that they take
     'test_gpu_programs.py',
     'experiment/test_hosts.py',
     'experiment/test_buckets.py',
-    'cli/test_app.py',
-    'experiment/test_stopping.py',
 ]
 
 

@@ -125,7 +125,6 @@ def test_a_scheduler_gives_each_process_its_place_and_its_devices(place, env, ho
             'srun',
         ),
         (OPEN_MPI_5, '--coordinator_address'),
-        (OPEN_MPI | {'OMPI_MCA_orte_hnp_uri': 'pipe'}, 'cannot be used'),
         ({'TPU_WORKER_HOSTNAMES': 'a,b,c,d', 'TPU_WORKER_ID': '1'}, 'TPU'),  # there is no TPU here
         (KUBERNETES, 'jax.k8s'),
         (GKE | {'TPU_WORKER_ID': '4'}, 'TPU_WORKER_ID=4; expected a number below 4'),

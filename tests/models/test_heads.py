@@ -11,7 +11,7 @@ from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.transfer import head_params
-from vit_jax.models import Backbone, ResNetConfig, ViTConfig, build
+from vit_jax.models import Backbone, ResNetConfig, ViTConfig, build, count_params
 
 
 def two_layers(num_classes):
@@ -52,3 +52,16 @@ def test_a_configuration_names_the_function_that_text_cannot_hold():
         jax.eval_shape(build(again).init, jax.random.key(0))
     with pytest.raises(UserError, match='head_bias=-1.0'):
         tiny.model(head=two_layers, head_bias=-1.0)
+
+
+def test_a_function_that_has_changed_gives_other_parameters():
+    """As in a notebook, where the head is defined again or depends on a variable."""
+    widths = [4]
+
+    def head(num_classes):
+        return nn.Sequential([nn.Dense(widths[0]), nn.Dense(num_classes)])
+
+    config = tiny.model(head=head)
+    narrow = count_params(config)
+    widths[0] = 8
+    assert count_params(config) == narrow + 4 * (16 + 1) + 4 * tiny.CLASSES

@@ -3,7 +3,7 @@
 For each number of processes, one run is killed at random moments by SIGKILL: all of its
 processes, or one, and then the others must exit on their own. The same command starts it again,
 as a scheduler would, until it has been killed `--kills` times. It then trains to its end, and its
-parameters and metrics are compared with those of a run that was never killed.
+parameters and metrics are compared with a run that was never killed.
 
 You can stop the benchmark at any time; the same command resumes it. The table shows seconds
 from a SIGKILL to the next finished step, with imports and with a warm compilation cache. `useful`
@@ -39,7 +39,7 @@ ENVIRONMENT = {
     'PYTHONPATH': str(ROOT),
     'XLA_FLAGS': '--xla_force_host_platform_device_count=1',
 }
-MAX_STEPS = 30  # a run is killed before it has finished so many steps
+MAX_STEPS = 30  # a run is killed before it has finished this number of steps
 CHECKPOINT_STEPS = 10
 TIMEOUT_SECONDS = 600  # of a start, and of the exit of processes whose partner was killed
 KILL_EVERY_SECONDS = 1800  # in the simulation

@@ -105,7 +105,7 @@ class TrainConfig(Record):
     regularization: Regularization = default(Regularization)  # dropout, stochastic depth, ...
     patch_dropout_until: Duration | None = None  # PatchDropout ends here; None: at the end
     ema_decay: float | None = None  # decay of the moving average of parameters; None: no average
-    spike_deviations: float | None = None  # skip losses so many deviations above the recent mean
+    spike_deviations: float | None = None  # skip losses above mean + this * standard deviation
     max_skipped_steps: int = 10  # skipped steps in a row before the training stops
     seed: int = 0  # seed of all random numbers
 

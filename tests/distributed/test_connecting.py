@@ -1,6 +1,6 @@
 """Where a process finds its place: environments of schedulers, and addresses that are wrong.
 
-The variables of Slurm 22.05 and Open MPI 4.1 and 5.0 are those of real jobs; those of GKE are from
+The variables of Slurm 22.05 and Open MPI 4.1 and 5.0 come from real jobs, the variables of GKE from
 its documentation.
 """
 

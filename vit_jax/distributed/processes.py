@@ -235,10 +235,10 @@ class Job:
         return str(self._store.blocking_key_value_get(key, _UNLIMITED))
 
     def compare_pace(self, step: int, seconds: float) -> Pace | None:
-        """Publishes the seconds per step of this process; compares those of the previous report.
+        """Publishes this process's seconds per step; compares all processes at the previous report.
 
-        Every process has published those by now. Returns None at the first report, on other
-        processes than the first, and if there is a single process.
+        By now, every process has published its value of that report. Returns None at the first
+        report, on processes other than the first, and if there is only one process.
         """
         if self.count == 1:
             return None

@@ -220,9 +220,7 @@ def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | Non
     out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
     update = experiment.updates[kind or experiment.config.step_kinds[0]]
     step = meshes.jit_on(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
-    limit = (
-        () if experiment.config.spike_deviations is None else (jax.ShapeDtypeStruct((), 'float32'),)
-    )
+    limit = () if experiment.config.spike_deviations is None else (0.0,)
     return step.lower(state, batches.abstract(experiment.train_reader), experiment.teacher, *limit)
 
 

@@ -183,7 +183,7 @@ class Checkpoints:
         self.check()
 
     def close(self, seconds: float | None = None) -> None:
-        """Waits for the last checkpoint, for at most `seconds` if given, and stops the threads."""
+        """Waits for the last checkpoint, at most `seconds` if given, then stops the threads."""
         if self._join(seconds):
             self._resources.close()
 

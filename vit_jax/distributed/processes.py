@@ -120,7 +120,7 @@ def connect(launch: LaunchConfig) -> None:
 
 
 def _hash_devices(original: Callable[..., None], digest: Any, devices: Any) -> None:
-    """Adds devices to a key of the compilation cache; for CPUs, only the instruction sets."""
+    """Adds devices to a compilation cache key; for CPUs, only their instruction sets."""
     if devices.flat[0].platform != 'cpu':
         return original(digest, devices)
     with contextlib.suppress(OSError), open('/proc/cpuinfo', 'rb') as file:
@@ -130,7 +130,7 @@ def _hash_devices(original: Callable[..., None], digest: Any, devices: Any) -> N
 def _check_slice() -> None:
     """Raises UserError if GKE's variables of TPU slices are incomplete or contradict each other.
 
-    jax would take slice 0 for a missing number, and wait for processes that have another one.
+    jax would treat a missing slice ID as slice 0 and wait for the other slices.
     """
     env = os.environ
     hosts = (env.get('TPU_PROCESS_ADDRESSES') or env['TPU_WORKER_HOSTNAMES']).split(',')
@@ -235,10 +235,10 @@ class Job:
         return str(self._store.blocking_key_value_get(key, _UNLIMITED))
 
     def compare_pace(self, step: int, seconds: float) -> Pace | None:
-        """Publishes this process's seconds per step; compares all processes at the previous report.
+        """Publishes this process's seconds per step; compares the previous values of all processes.
 
-        By now, every process has published its value of that report. Returns None at the first
-        report, on processes other than the first, and if there is only one process.
+        By now, every process has published its previous value. Returns None at the first report,
+        on processes other than the first, and if there is only one process.
         """
         if self.count == 1:
             return None

@@ -182,10 +182,10 @@ class Reporter:
         self.console.print(f'step {step}/{self._steps.stop}  {text}  {left} left')
 
     def _compare_processes(self, step: int) -> dict[str, float]:
-        """Returns how long the slowest process took per step, up to the previous comparison.
+        """Returns the slowest process's seconds per step before the previous comparison.
 
-        Compares at least ten steps, so that single evaluations and saves do not matter. At the
-        second time that the others waited for a process, logs a warning.
+        A comparison spans at least ten steps, so single evaluations and saves do not matter. Logs a
+        warning the second time that the others waited for the same process.
         """
         now = step - self._steps.start, self._busy_seconds(), self.clock.device_wait
         pairs = zip(now, self._compared, strict=True)
@@ -198,7 +198,7 @@ class Reporter:
         if pace.slowest > max(0.8 * busy / count, 2 * pace.median):
             self._slow[pace.name] += 1
             if self._slow[pace.name] == 2:
-                text = '%s is slow: %.3g s per step without waiting for devices, median %.3g s'
+                text = '%s is slow: %.3g s per step without device waits; median process: %.3g s'
                 logging.warning(text, pace.name, pace.slowest, pace.median)
         ratio = pace.slowest / max(pace.median, 1e-9)
         return {'slowest_host_seconds': pace.slowest, 'slowest_host_ratio': ratio}

@@ -177,7 +177,7 @@ def fit(
             with clock('data wait'):
                 batch = next(batches)
             with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
-                # The newest loss is known only after an action or a restart, so it is not used.
+                # The newest loss is not used: it is known only directly after an action or restart.
                 limit = limit_loss(losses if pending else losses[:-1], deviations=spike_deviations)
                 state, metrics = update(state, batch, *limit)
                 read_pending()

@@ -1,4 +1,4 @@
-"""Eight devices on one CPU, one compilation cache, and every shape annotation checked."""
+"""Eight devices on one CPU, one compilation cache, one temporary folder, all shapes checked."""
 
 import faulthandler
 import importlib
@@ -8,11 +8,14 @@ import pkgutil
 import signal
 
 import pytest
+import xdist.scheduler
+
+pytest_plugins = ['tests.temporary']
 
 # Before jax is imported. Tests that want another number of devices start a process of their own.
-# Eight devices share few threads, and a thread that waits in a collective is not free for the
-# device that it waits for. Two cores' worth of threads stopped dead in about every other run of
-# one test: more threads (NPROC is read by XLA), and collectives in one order on all devices.
+# Eight devices share the threads of XLA, and a thread that waits in a collective is not free for
+# the device that it waits for. With two threads, one test deadlocked in half of its runs: NPROC
+# gives XLA more threads, and all devices run their collectives in one order.
 flags = [
     '--xla_force_host_platform_device_count=8',
     '--xla_cpu_enable_concurrency_optimized_scheduler=false',
@@ -54,7 +57,8 @@ def pytest_configure(config):
             importlib.import_module(module.name)
 
 
-LONGEST = [  # by the seconds that they take
+# The longest files first, so that all workers end together: by CPU seconds.
+LONGEST = [
     'test_documentation.py',
     'experiment/test_training_run.py',
     'laws/test_training.py',
@@ -64,10 +68,24 @@ LONGEST = [  # by the seconds that they take
     'experiment/test_hosts.py',
     'experiment/test_buckets.py',
 ]
+# Files whose tests share nothing: each test may run in any worker. Other files run in one worker,
+# which compiles what their tests share once.
+INDEPENDENT = {'tests/test_documentation.py', 'tests/test_benchmarks.py'}
+
+
+class Scheduling(xdist.scheduler.LoadScopeScheduling):
+    """Sends each file to one worker, but each test of an independent file to any worker."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.partition('::')[0]
+        return nodeid if file in INDEPENDENT else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first: each goes whole to one worker, and all shall end together."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     tests = pathlib.Path(__file__).parent
     items.sort(key=lambda item: rank.get(str(item.path.relative_to(tests)), len(rank)))

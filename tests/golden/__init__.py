@@ -68,6 +68,24 @@ def hashes():
     return [f'{hashlib.sha256(text.encode()).hexdigest()[:32]} {n}' for n, text in texts.items()]
 
 
+# Training images of the data in configurations; all other data is ImageNet.
+IMAGES = {
+    'JFT-300M': 303_000_000,
+    'tfds:imagenet21k': 12_743_321,
+    'tfds:cifar10': 50_000,
+    'tfds:cifar100': 50_000,
+    'tfds:oxford_iiit_pet': 3_680,
+    'tfds:oxford_flowers102': 1_020,
+    'tfds:eurosat/rgb': 27_000,
+    'cifar10': 50_000,
+    'digits': 1_438,
+}
+
+
+def num_images(data):
+    return 1_000 if data.startswith('vtab:') else IMAGES.get(data, 1_281_167)
+
+
 def small(experiment):
     """The experiment without a teacher, a stand-in for a checkpoint's model, and small stages."""
     if (found := experiment.model) is None:

@@ -191,39 +191,46 @@ def test_compute_is_that_of_table_6_for_the_first_training(tmp_path):
 
 
 STUDIES = [name for name in golden.NAMES if isinstance(golden.config(name), Study)]
-IMAGES = {  # for training, from TFDS; of JFT from the paper
-    'tfds:imagenet21k': 14_197_122,
-    'tfds:imagenet2012': 1_281_167,
-    'JFT-300M': 303_000_000,
-    'tfds:cifar10': 50_000,
-    'tfds:cifar100': 50_000,
-    'tfds:oxford_iiit_pet': 3_680,
-    'tfds:oxford_flowers102': 1_020,
-    'tfds:eurosat/rgb': 27_000,
-    'cifar10': 50_000,
-    'digits': 1_438,
-}
+
+
+def build_run(run):
+    """Builds the run as for training, also on a share of the data. Nothing is computed."""
+    config = golden.small(dataclasses.replace(run.config, model=model_of(run)))
+    values = json.loads(json.dumps(records.to_dict(run.config)))
+    assert records.from_dict(TrainConfig, values, where='c') == run.config
+    shares = re.findall(r':(\d+)%', config.train_split)
+    images = golden.num_images(config.data)
+    images = round(images * min(map(int, shares or ['100'])) / 100)
+    config.model.num_classes = None
+    build_experiment(with_dummy_data(config, num_classes=10, num_images=images))
+
+
+def model_of(run):
+    return run.config.model or run.root.config.model
+
+
+def runs_of_one_seed(name):
+    return plan_runs(dataclasses.replace(golden.config(name), seeds=(0,)))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize('name', STUDIES)
-def test_each_run_of_a_study_can_start(name):
-    """Also on a share of the data, whose epochs are shorter. Nothing is computed.
+def test_the_first_run_of_each_grid_can_start(name):
+    """And all runs of the study are valid: `plan_runs` validates them."""
+    first = {}
+    for run in runs_of_one_seed(name):
+        first.setdefault(run.grid, run)
+    for run in first.values():
+        build_run(run)
 
-    A run is left out if its model and all its other values occur in runs before it.
-    """
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('name', STUDIES)
+def test_each_run_of_a_study_can_start(name):
+    """A run is left out if its model and all its other values occur in runs before it."""
     seen = set()
-    for run in plan_runs(dataclasses.replace(golden.config(name), seeds=(0,))):
-        model = run.config.model or run.root.config.model
-        config = golden.small(dataclasses.replace(run.config, model=model))
-        parts = {repr(config.model), repr(dataclasses.replace(config, model=None))}
-        if parts <= seen:
-            continue
-        seen |= parts
-        values = json.loads(json.dumps(records.to_dict(run.config)))
-        assert records.from_dict(TrainConfig, values, where='c') == run.config
-        shares = re.findall(r':(\d+)%', config.train_split)
-        images = 1_000 if config.data.startswith('vtab:') else IMAGES[config.data]
-        images = round(images * min(map(int, shares or ['100'])) / 100)
-        config.model.num_classes = None
-        build_experiment(with_dummy_data(config, num_classes=10, num_images=images))
+    for run in runs_of_one_seed(name):
+        parts = {repr(model_of(run)), repr(dataclasses.replace(run.config, model=None))}
+        if not parts <= seen:
+            seen |= parts
+            build_run(run)

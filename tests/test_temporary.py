@@ -1,0 +1,43 @@
+"""Nothing that a test run writes to the temporary folder is left there."""
+
+import subprocess
+import sys
+
+from tests.hosts import ROOT, environment
+
+TESTS = """
+import os, pathlib, signal, tempfile
+
+def write(folder):
+    (pathlib.Path(folder) / 'large').write_bytes(bytes(1000))
+
+def test_that_fails(tmp_path, tmp_path_factory):
+    write(tmp_path)
+    write(tmp_path_factory.mktemp('shared'))
+    write(tempfile.mkdtemp())
+    assert False
+
+def test_that_is_killed():
+    write(tempfile.mkdtemp())
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path):
+    """After a failure; a killed run leaves its folder to the next run."""
+    (tmp_path / 'test_writing.py').write_text(TESTS)
+    left = tmp_path / 'left'
+    left.mkdir()
+
+    def run(name):
+        options = ['-p', 'tests.temporary', '-p', 'no:cacheprovider', '-c', '/dev/null']
+        command = [sys.executable, '-m', 'pytest', *options, f'test_writing.py::{name}']
+        env = environment() | {'TMPDIR': str(left)}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode
+
+    assert run('test_that_fails') == 1
+    assert [*left.iterdir()] == []
+    assert run('test_that_is_killed') == -9
+    assert len([*left.iterdir()]) == 1
+    assert run('test_that_fails') == 1
+    assert [*left.iterdir()] == []

@@ -4,7 +4,7 @@
 
 XLA aborts the process where a check of its own fails: the last name is that of the program.
 `tests/test_gpu_programs.py` runs this. The folder in PYTHONPATH holds jax's plugin for GPUs, in
-the VERSION of jax; `.ci/run` makes it with
+the VERSION of jax; `.ci/run` and `.ci/nightly` make it with
 
     pip install --no-deps --target .cache/gpu_compiler-VERSION \
       jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION
@@ -27,7 +27,14 @@ from vit_jax.evaluation.linear_probe import LinearProbe, LinearProbeConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import Experiment, build_experiment
-from vit_jax.models import Backbone, Compute, Regularization, ResNetConfig, ViTConfig
+from vit_jax.models import (
+    Backbone,
+    Compute,
+    Regularization,
+    ResNetConfig,
+    ViTConfig,
+    variant,
+)
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
@@ -99,8 +106,10 @@ RECIPE = {
     'optimizer': OptimizerConfig(kind='lamb', weight_decay=0.05, sharpness=Sam()),
 }
 FLEXIBLE = {'patch_sizes': (4, 8), 'evals': {}}
-# Each option is in one program; several that do not touch the same operations share one.
+# B/16 as it is trained. All others are small: each option is in one of them, and several that do
+# not touch the same operations share one.
 PROGRAMS = {
+    'B/16': Program(variant('B/16')),
     'vit, cudnn, dropout and RandAugment': Program(
         vit(depth=2), Compute(attention='cudnn'), changes=NOISE
     ),

@@ -174,7 +174,7 @@ class Links(html.parser.HTMLParser):
         self.targets += [values[key] for key in ('href', 'src') if values.get(key)]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_the_site_is_built_without_a_warning_and_all_its_links_lead_somewhere(tmp_path):
     """With the notebooks as they are: another test runs them."""
     site, options = tmp_path / 'site', ['-W', '--keep-going', '-q', '-D', 'nb_execution_mode=off']
@@ -197,12 +197,17 @@ def test_the_site_is_built_without_a_warning_and_all_its_links_lead_somewhere(tm
     assert not dead, '\n'.join(dead)
 
 
-START = [ROOT / 'docs/getting_started.md', ROOT / 'README.md']  # whose commands are mostly the same
-RUNS = [START, *([page] for page in (*PAGES, *NOTEBOOKS) if page not in START)]
+# Pages whose commands are partly the same run in one workplace, each command once.
+START = [ROOT / 'docs/getting_started.md', ROOT / 'README.md']
+RUNS = [ROOT / f'docs/{page}.md' for page in ('evaluation', 'fault_tolerance', 'metrics')]
+OTHERS = [[page] for page in (*PAGES, *NOTEBOOKS) if page not in (*START, *RUNS)]
+GROUPS = [
+    pytest.param(START, marks=pytest.mark.full),
+    *(pytest.param(pages, marks=pytest.mark.nightly) for pages in (RUNS, *OTHERS)),
+]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('pages', RUNS, ids=lambda pages: name(pages[0]))
+@pytest.mark.parametrize('pages', GROUPS, ids=lambda pages: name(pages[0]))
 def test_what_a_page_shows_runs(pages, tmp_path):
     """In small, from its top to its end, but for what the page says why it is not."""
     with workplace(tmp_path) as place:

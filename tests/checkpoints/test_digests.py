@@ -51,6 +51,7 @@ def flip(path, position):
     path.write_bytes(data)
 
 
+@pytest.mark.full
 def test_each_of_a_hundred_flipped_bits_is_noticed_and_its_file_named(run):
     """Bits drawn from all bytes of a checkpoint, arrays and descriptions."""
     verify_digests(run.checkpoint)

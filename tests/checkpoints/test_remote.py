@@ -198,8 +198,13 @@ def test_a_checkpoint_is_not_written_to_a_remote_name():
         vit_jax.save(loaded(tiny.model()), 'hf:owner/other')
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('name', published.FILES)
+@pytest.mark.parametrize(
+    'name',
+    [
+        'vit:B/16-in21k',  # with a hidden layer in its head
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in published.FILES),
+    ],
+)
 def test_a_published_file_is_as_large_as_the_network_of_its_name(name):
     """4 bytes a parameter: so the README of vision_transformer states sizes."""
     collection, _, rest = name.partition(':')

@@ -120,6 +120,7 @@ def test_too_little_memory_on_a_device_is_one_line_with_what_needs_less(monkeypa
     assert '--config.compute.remat=block' in text
 
 
+@pytest.mark.full
 def test_a_missing_platform_is_one_sentence(monkeypatch):
     monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
     code, _, err = said('--config=tests/tiny_config.py', '--workdir=/no/where')

@@ -96,6 +96,7 @@ def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
     np.testing.assert_allclose(rounded, exact, rtol=0.01)
 
 
+@pytest.mark.full
 def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch):
     """GPUs and TPUs would otherwise round the operands of float32 products."""
     config = tiny.experiment(model=None, total=None, start_from=str(tmp_path / 'network'))

@@ -19,32 +19,20 @@ ENDINGS = {
 }
 
 
-def committed_first(names, committed):
-    full = pytest.mark.full
-    return [pytest.param(name, marks=[] if name in committed else full) for name in names]
+def by_tier(rows, quick, committed):
+    """Marks the rows (name, ...) by name: quick, in the gate if they are committed, or nightly."""
+    for name, *more in rows:
+        mark = pytest.mark.full if name in committed else pytest.mark.nightly
+        yield pytest.param(name, *more, marks=[] if name in quick else mark)
 
 
-REFERENCES = committed_first(reference.HINTS, reference.COMMITTED)
+FAMILIES = [row for row in reference.families() if row[0] not in REJECTED]
+QUICK_FAMILIES = 'clip_openclip', 'dinov3_hf'
 
 
-@pytest.mark.parametrize('name', REFERENCES)
-def test_logits_equal_the_logits_of_the_original_code(name):
-    path = reference.path(name)
-    images, logits = reference.images_and_logits(name)
-    found = vit_jax.load(path, **reference.HINTS[name]).logits(images)
-    # float32 rounding; hybrids are deeper and standardize their kernels.
-    tolerance = 1e-4 if 'hybrid' in name else 1e-5
-    np.testing.assert_allclose(found, logits, rtol=0, atol=tolerance)
-
-
-FAMILIES = [
-    pytest.param(name, size, marks=[] if name in reference.COMMITTED_FAMILIES else pytest.mark.full)
-    for name, size in reference.families()
-    if name not in REJECTED
-]
-
-
-@pytest.mark.parametrize('name, size', FAMILIES)
+@pytest.mark.parametrize(
+    'name, size', [*by_tier(FAMILIES, QUICK_FAMILIES, reference.COMMITTED_FAMILIES)]
+)
 def test_features_and_logits_of_a_family_equal_the_library_at_every_size(name, size):
     io = reference.family_io(name, size)
     options = reference.FAMILY_HINTS.get(name, {}) | {'image_size': io['images'].shape[1:3]}
@@ -64,14 +52,19 @@ def arguments_named_by(notes):
     return eval(f'dict({", ".join(told)})')  # as a reader would type them
 
 
-FIRST = 'google_vit_token_prelogits', 'hf_vit', 'timm_map'  # each of another system
+QUICK = 'google_vit_token_prelogits', 'hf_vit', 'timm_map'  # each of another system
 
 
-@pytest.mark.parametrize('name', committed_first(reference.HINTS, FIRST))
-def test_every_format_that_holds_a_network_returns_its_logits(name, tmp_path):
+@pytest.mark.parametrize(
+    'name', [*by_tier(zip(reference.HINTS, strict=True), QUICK, reference.COMMITTED)]
+)
+def test_logits_equal_the_original_code_and_each_format_returns_them(name, tmp_path):
     loaded = vit_jax.load(reference.path(name), **reference.HINTS[name])
-    images, _ = reference.images_and_logits(name)
-    expected, kept = loaded.logits(images), []
+    images, expected = reference.images_and_logits(name)
+    logits = loaded.logits(images)
+    # float32 rounding; hybrids are deeper and standardize their kernels.
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 if 'hybrid' in name else 1e-5)
+    kept = []
     for format, ending in ENDINGS.items():
         path = tmp_path / f'{format}{ending}'
         try:
@@ -79,6 +72,6 @@ def test_every_format_that_holds_a_network_returns_its_logits(name, tmp_path):
         except ValueError:
             continue
         kept.append(format)
-        found = vit_jax.load(path, **arguments_named_by(notes))
-        np.testing.assert_allclose(found.logits(images), expected, rtol=0, atol=1e-5)
+        again = vit_jax.load(path, **arguments_named_by(notes))
+        np.testing.assert_allclose(again.logits(images), logits, rtol=0, atol=1e-5)
     assert 'vit_jax' in kept and len(kept) > 1

@@ -68,6 +68,7 @@ def test_each_part_has_dropout_of_its_own():
     assert metrics.sums['loss'] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_masked_example_changes_nothing():
     mask = BATCH['mask'].at[5].set(False)
     other = BATCH['images'].at[5].set(255 - BATCH['images'][5])

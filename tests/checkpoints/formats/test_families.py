@@ -41,9 +41,10 @@ ALL = reference.families()
 READ = sorted({name for name, _ in ALL} - {*NOT_SUPPORTED})
 
 
-def marked(name, *more):
-    full = [] if name in reference.COMMITTED_FAMILIES else [pytest.mark.full]
-    return pytest.param(name, *more, marks=full)
+def marked(name):
+    return pytest.param(
+        name, marks=[] if name in reference.COMMITTED_FAMILIES else pytest.mark.nightly
+    )
 
 
 def load(name, size, **changes):
@@ -71,7 +72,6 @@ def stored(path):
     return {name: (array.dtype, array.read().tobytes()) for name, array in arrays.items()}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize('name', [marked(name) for name in READ])
 def test_what_is_written_back_are_the_same_arrays(name, tmp_path):
     network = load(name, STORED.get(name))

@@ -49,22 +49,20 @@ def hints_of(notes):
 
 
 # Every 19th of the combinations has every choice, every 7th most pairs of them. A GELU is written
-# apart from all else.
-@pytest.mark.parametrize(
-    'gelu, every',
-    [
-        ('tanh', 19),
-        *(pytest.param(*c, marks=pytest.mark.full) for c in (('quick', 19), ('exact', 7))),
-    ],
-)
-@pytest.mark.parametrize(  # open_clip holds CLIP, vit5 ViT-5
-    'format',
-    [
-        pytest.param(name, marks=[pytest.mark.full] if name == 'timm' else [])
-        for name in ENDINGS
-        if name not in ('open_clip', 'vit5')
-    ],
-)
+# apart from all else. open_clip holds CLIP, vit5 ViT-5.
+CASES = [
+    pytest.param(format, gelu, every, marks=mark)
+    for format in ENDINGS
+    if format not in ('open_clip', 'vit5')
+    for gelu, every, mark in [
+        ('tanh', 19, [] if format == 'google' else pytest.mark.full),
+        ('quick', 19, pytest.mark.nightly),
+        ('exact', 7, pytest.mark.nightly),
+    ]
+]
+
+
+@pytest.mark.parametrize('format, gelu, every', CASES)
 def test_a_model_comes_back_the_same_or_is_rejected(format, gelu, every, tmp_path):
     chosen = networks(19 if format == 'vit_jax' else every)  # our own format is slow to write
     assert {network.config.pool for network in chosen} == {*choices('pool')}

@@ -133,6 +133,7 @@ def test_damage_of_array_records_is_noticed_wherever_it_is(prepared, tmp_path):
             read()
 
 
+@pytest.mark.full
 def test_neither_format_imports_tensorflow(prepared):
     program = (
         'import sys; from vit_jax.data.sources.opening import make_opener\n'

@@ -34,7 +34,7 @@ def make_images(folder):
     return folder
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_every_part_measures_something(tmp_path):
     images = make_images(tmp_path / 'images')
     command = [sys.executable, '-m', 'benchmarks.device', f'--out={tmp_path}/lines.jsonl']
@@ -56,7 +56,7 @@ def test_every_part_measures_something(tmp_path):
     assert all(0 < error < 0.02 for line in parts['attention'] for error in line['errors'])
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_part_that_fails_or_takes_too_long_is_said(tmp_path):
     results = Results(tmp_path / 'lines.jsonl')
     options = {'photos': str(tmp_path)}
@@ -67,7 +67,7 @@ def test_a_part_that_fails_or_takes_too_long_is_said(tmp_path):
     assert 'part_nonsense' in wrong['error']
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_soak_that_is_stopped_continues_and_ends_with_the_same_bits(tmp_path):
     """Two processes: one or both are killed, and the others exit by themselves."""
     command = [sys.executable, '-m', 'benchmarks.soak', tmp_path, '--kills=2', '--processes=2']

@@ -144,7 +144,7 @@ def dockerfile():
     return shlex.split(install), re.search(r'IMAGE (python .*)', text)[1].split()[1:]
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(has_docker, reason='the image is built instead')
 def test_the_lines_of_the_dockerfile_install_what_the_quickstart_needs(tmp_path):
     """In a virtual environment; the line of apt-get is not run."""
@@ -161,7 +161,7 @@ def test_the_lines_of_the_dockerfile_install_what_the_quickstart_needs(tmp_path)
     assert done.returncode == 0 and 'reached' in done.stdout, done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @pytest.mark.skipif(not has_docker, reason='needs docker')
 def test_the_image_is_built_and_runs_the_quickstart():
     build = ['docker', 'build', '-q', '--target=cpu', '-f', DEPLOY / 'Dockerfile', ROOT]

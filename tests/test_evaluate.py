@@ -159,7 +159,7 @@ def test_outputs_that_are_not_finite_are_an_error():
     network = loaded(tiny.model(), class_names=NAMES)
     network.params['head']['bias'] = np.full(10, np.inf, np.float32)
     reader = head.make_model_reader(network, make_opener()('digits', 'test[:3]'))
-    with pytest.raises(UserError, match='outputs of 3 of 3 images are not finite'):
+    with pytest.raises(UserError, match='3 of 3 images .*not finite'):
         head.evaluate_head(network, reader, batch_size=8)
 
 

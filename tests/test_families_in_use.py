@@ -1,4 +1,4 @@
-"""The ViTs that people use do all that a plain one does: python -m pytest -m full FILE
+"""The ViTs that people use do all that a plain one does: python -m pytest -m nightly FILE
 
 Each has options that the paper's have not: other tokens, norms, positions, activations.
 """
@@ -15,7 +15,7 @@ from vit_jax.experiment import training_run
 from vit_jax.models import Compute, ViTConfig
 from vit_jax.training.duration import Duration
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.nightly
 # Which differ by what tokens there are and which are pooled.
 FIGURES = (
     'filters,positions,attention_distance,rollout,attention_maps,residuals,localization,'

@@ -24,7 +24,7 @@ FILES = 'setup.cfg', 'setup.py', 'pyproject.toml', 'README.md', 'LICENSE'
 FOLDERS = 'configs', 'docs', 'vit_jax'
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_an_installed_wheel_works_away_from_the_checkout(tmp_path):
     pytest.importorskip('pip')
     source, empty, installed = (tmp_path / name for name in ('source', 'empty', 'installed'))

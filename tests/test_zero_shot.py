@@ -54,7 +54,7 @@ def test_logits_are_scaled_cosine_similarities_plus_the_bias(name, bias, tmp_pat
     [
         ({'vectors': np.ones((10, 5), np.float32)}, r'vectors: .*\(10, 5\).*\(10, 16\)'),
         ({'vectors': np.ones(16, np.float32)}, r'vectors: .*\(16,\)'),
-        ({'vectors': None}, 'got the arrays scale, class_names; expected vectors'),
+        ({'vectors': None}, 'scale, class_names.* vectors'),
         ({'logit_scale': 4.6}, 'logit_scale'),
         ({'scale': np.inf}, 'scale: .*Inf'),
         ({'scale': 0.0}, 'scale: got 0.0'),
@@ -77,7 +77,7 @@ def test_a_classifier_is_not_replaced_and_other_formats_do_not_lose_the_head(tmp
     with pytest.raises(UserError, match='5 classes'):
         vit_jax.load(reference.family('siglip_hf_linear'), head=path)
     vit_jax.save(loaded(tiny.model(num_classes=None, pool='cls_dist')), tmp_path / 'y', 'vit_jax')
-    with pytest.raises(UserError, match='not supported with two heads'):
+    with pytest.raises(UserError, match='two heads'):
         vit_jax.load(tmp_path / 'y', head=path)
     classifier = loaded(tiny.model(head='cosine:4'))
     with pytest.raises(UserError, match='head=cosine:4.*vit_jax'):

@@ -1,6 +1,7 @@
 """Parameters of one network in another: what is kept, resized, new, or rejected."""
 
 import dataclasses
+import re
 import typing
 
 import chex
@@ -56,14 +57,14 @@ def test_the_body_is_kept_and_the_head_is_new_and_zero():
     for name in body:
         np.testing.assert_array_equal(leaves[name], old_leaves[name])
     assert result.report[0].startswith(f'{len(body)} of {len(body)} arrays loaded')
-    assert 'head: reset to zero, for 3 classes' in result.report
-    assert 'pre_logits: dropped with the pre-trained head' in result.report
+    text = '\n'.join(result.report)
+    assert re.search('head: .*3 classes', text) and re.search('pre_logits: dropped', text)
     assert logits_shape(new, result.params) == (2, 3)
 
 
 def test_another_resolution_resizes_the_positions_and_nothing_else():
     new, result = moved(image_size=(12, 8))
-    assert 'pos_embedding: resized from 2x2 to 3x2 patches' in result.report
+    assert re.search('pos_embedding: .*2x2 to 3x2', '\n'.join(result.report))
     positions, old = result.params['pos_embedding'], made(OLD)['pos_embedding']
     assert positions.shape == (1, 7, 16)
     np.testing.assert_array_equal(positions[:, :3], old[:, :3])  # the class token, the top row
@@ -74,11 +75,10 @@ def test_another_resolution_resizes_the_positions_and_nothing_else():
 def test_other_patches_and_channels_change_the_projection():
     new, result = moved(patch_size=(2, 4), channels=1)
     assert new.grid == (4, 2)
-    assert result.report[1:4] == [
-        'pos_embedding: resized from 2x2 to 4x2 patches',
-        'embedding: resized from 4x4 to 2x4 pixels',
-        'embedding/kernel: 3 channels summed to 1',
-    ]
+    text = '\n'.join(result.report)
+    assert re.search('pos_embedding: .*2x2 to 4x2', text)
+    assert re.search('\nembedding: .*4x4 to 2x4', text)
+    assert re.search('embedding/kernel: 3 channels .*1', text)
     assert result.params['embedding']['kernel'].shape == (2, 4, 1, 16)
     assert logits_shape(new, result.params) == (2, tiny.CLASSES)
 

@@ -1,6 +1,6 @@
 """Runs whose work directory is on a bucket end, resume and are rejected as in a directory.
 
-python -m pytest -m full tests/experiment/test_buckets.py
+python -m pytest -m '' tests/experiment/test_buckets.py
 """
 
 import itertools

@@ -77,7 +77,7 @@ def stepped(devices=None, **changes):
     return state.params, metrics.sums
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_parts_of_a_batch_and_other_devices_corrupt_the_same_patches():
     rate = {
         'optimizer': OptimizerConfig(kind='sgd'),

@@ -54,7 +54,7 @@ def test_a_checkpoint_that_is_complete_survives_any_failure_of_power(disk):
     assert [n for n, step in enumerate(found) if step < promised[n]] == []
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_run_goes_on_after_a_failure_of_power_with_no_number_missing(disk):
     folder, after = disk
     config = tiny.experiment(checkpoint_every_steps=5, log_every_steps=2, eval_every_steps=5)

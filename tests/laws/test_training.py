@@ -10,8 +10,6 @@ from tests.laws.programs import losses, metrics, params, train, training, wait_f
 
 REQUEUE, INTERRUPTED = 75, 130  # exit codes: "start the same command again", and after Ctrl-C
 
-pytestmark = pytest.mark.full
-
 
 @pytest.fixture(scope='module')
 def taught(tmp_path_factory):
@@ -33,6 +31,7 @@ def whole(tmp_path_factory, taught):
     return workdir
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught, tmp_path):
     workdir = tmp_path / 'run'
     for number, step, code in [
@@ -49,6 +48,7 @@ def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught,
     assert metrics(workdir) == metrics(whole)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     'processes, devices, mesh', [(1, 8, {'fsdp': 2, 'tensor': 2, 'fsdp_min_mb': 0.0}), (2, 2, {})]
 )
@@ -67,6 +67,7 @@ def test_losses_do_not_depend_on_devices_and_processes(
         )
 
 
+@pytest.mark.nightly
 def test_batches_depend_on_seed_and_step_alone(tmp_path):
     """The schedule depends on the length of a run, its first batches and draws do not."""
     constant = {'schedule.kind': 'constant', 'log_every_steps': 1, 'patch_dropout_until.steps': 15}

@@ -95,6 +95,6 @@ def test_published_names_are_read_right_or_refused():
     assert 0 < sum(map(is_read, sorted(NAMES)[::48])) < 10
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_every_published_name_is_read_right_or_refused_and_most_are_read():
     assert (sum(map(is_read, NAMES)), len(NAMES)) == (331, 466)

@@ -160,6 +160,30 @@ def test_generated_pages_and_pictures_are_up_to_date():
     assert layers.PICTURE.read_text() == layers.picture(), message
 
 
+def anchor(heading):
+    """The anchor of a heading, as Sphinx and GitHub make it."""
+    return re.sub(r'[^\w\- ]', '', heading.lower()).strip().replace(' ', '-')
+
+
+@functools.cache
+def anchors(page):
+    return {anchor(text) for text in re.findall(r'^#+ (.*)$', page.read_text(), re.MULTILINE)}
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_a_link_to_a_page_or_a_heading_leads_there(page):
+    """The nightly builds the site, and follows all its links."""
+    dead = []
+    for target in re.findall(r'\]\(([^)\s]+)\)', page.read_text()):
+        file, _, fragment = target.partition('#')
+        there = page.parent / file if file else page
+        if ':' in target or '`' in target:
+            continue
+        if not there.exists() or (fragment and fragment not in anchors(there)):
+            dead.append(target)
+    assert not dead, f'{name(page)}: {dead}'
+
+
 class Links(html.parser.HTMLParser):
     """Where a page of the site leads, what it shows, and the places in it that can be led to."""
 

@@ -150,6 +150,24 @@ def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
     ]
 
 
+@pytest.mark.full
+def test_the_first_steps_do_not_depend_on_the_length_of_the_run(tmp_path):
+    """Batches and draws depend on seed and step alone; the schedule is constant."""
+
+    def losses(steps):
+        config = tiny.experiment(
+            total=Duration(steps=steps),
+            schedule=ScheduleConfig(kind='constant', learning_rate=1e-3),
+            regularization=Regularization(dropout=0.1, patch_dropout=0.25),
+            augmentation=Augmentation(mixup=0.2),
+            log_every_steps=1,
+        )
+        folder = training_run.train(config, str(tmp_path / str(steps))).folder
+        return [line['loss'] for line in lines(folder) if line['kind'] == 'train']
+
+    assert losses(5)[:3] == losses(3)
+
+
 DEEPER = tiny.model(num_classes=None, depth=4)
 
 

@@ -34,13 +34,17 @@ def made(config, **compute):
     return model, params, tiny.images(config=config)
 
 
-FULL = [(network, dtype, 1) for network in EVERY for dtype in ('float32', 'bfloat16')]
-FULL.append(('ViT', 'bfloat16', 3))
+GATE = [('ViT', 'float32', 1), ('ViT', 'bfloat16', 3), ('hybrid', 'bfloat16', 1)]
+NIGHTLY = [('ViT', 'bfloat16', 1), ('hybrid', 'float32', 1), ('ResNet', 'bfloat16', 1)]
 
 
 @pytest.mark.parametrize(
     'network, dtype, unroll',
-    [('ResNet', 'float32', 1), *(pytest.param(*each, marks=pytest.mark.full) for each in FULL)],
+    [
+        ('ResNet', 'float32', 1),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in GATE),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY),
+    ],
 )
 def test_every_tap_is_captured_and_logits_stay_within_rounding(network, dtype, unroll):
     model, params, images = made(EVERY[network][0], dtype=dtype, unroll=unroll)

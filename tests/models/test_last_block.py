@@ -9,7 +9,8 @@ from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import Compute, build, count_multiply_adds
 
 PARALLEL = {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False}
-SELDOM = [
+# Each has other tokens, skip connections or positions.
+FIRST, *SELDOM = [
     {'positions': 'rope', 'registers': 2, 'pool': 'cls_dist'},
     {'blocks_without_skips': (2,), 'positions': 'relative', 'layer_scale': 0.1, 'gelu': None},
     {'depth': 1},
@@ -19,19 +20,21 @@ SELDOM = [
 ]
 
 
+GPU = {'layout': 'flat', 'attention': 'xla', 'unroll': 3}
+OTHERS = [
+    {'layout': 'batched', 'attention': 'xla', 'remat': 'dots'},
+    {'attention': 'blockwise', 'unroll': 2, 'remat': 'block'},
+]
+
+
 @pytest.mark.parametrize(
     'of, compute',
     [
-        ({}, {}),
-        *(pytest.param(of, {}, marks=pytest.mark.full) for of in SELDOM),
-        *(
-            pytest.param({}, compute, marks=pytest.mark.full)
-            for compute in (
-                {'layout': 'flat', 'attention': 'xla', 'unroll': 3},
-                {'layout': 'batched', 'attention': 'xla', 'remat': 'dots'},
-                {'attention': 'blockwise', 'unroll': 2, 'remat': 'block'},
-            )
-        ),
+        pytest.param({}, {}, marks=pytest.mark.full),
+        pytest.param(FIRST, {}, marks=pytest.mark.full),
+        pytest.param({}, GPU, marks=pytest.mark.full),
+        *(pytest.param(of, {}, marks=pytest.mark.nightly) for of in SELDOM),
+        *(pytest.param({}, compute, marks=pytest.mark.nightly) for compute in OTHERS),
     ],
 )
 def test_what_is_read_and_all_gradients_are_those_of_the_whole_block(of, compute):

@@ -1,6 +1,7 @@
 """Full-size networks against timm and transformers, which are written independently of Flax.
 
-Skipped, visibly, without the `torch` extra.
+`.ci/nightly` installs the `torch` extra; without it they are skipped. The gate has the outputs of
+these libraries for small networks, in tests/reference.
 """
 
 import json
@@ -30,6 +31,7 @@ REASON = 'the torch extra is not installed: pip install -e ".[torch]"'
 torch = pytest.importorskip('torch', reason=REASON)
 transformers = pytest.importorskip('transformers', reason=REASON)
 timm = pytest.importorskip('timm', reason=REASON)
+pytestmark = pytest.mark.nightly
 
 # timm's name, with what is not its default: the published weights go with the tanh GELU.
 TIMM = {
@@ -172,7 +174,6 @@ def test_query_and_key_norms_of_timm_are_read_and_written(tmp_path):
     assert all(torch.equal(again[key], array) for key, array in model.state_dict().items())
 
 
-@pytest.mark.full
 @pytest.mark.parametrize('name', sorted({n.partition('.')[0] for n in reference.timm_names()}))
 def test_one_block_of_what_timm_publishes_computes_the_same(name, tmp_path):
     """With random parameters; a model that is not supported is skipped with the error."""

@@ -72,8 +72,13 @@ def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
     assert metrics.sums['distillation_loss'] == 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('dtype, rtol', [('float32', 1e-5), ('bfloat16', 0.05)])  # of products
+@pytest.mark.parametrize(
+    'dtype, rtol',
+    [
+        pytest.param('float32', 1e-5, marks=pytest.mark.full),
+        pytest.param('bfloat16', 0.05, marks=pytest.mark.nightly),  # of products
+    ],
+)
 def test_a_new_student_is_as_far_from_the_teacher_as_equal_probabilities(dtype, rtol, tmp_path):
     """Its head is zero, so KL(p || 1/k) = log k - H(p), of images that OpenCV resized."""
     config = experiment(saved(tmp_path), compute=Compute(dtype=dtype))

@@ -13,8 +13,6 @@ from vit_jax.experiment import training_run
 from vit_jax.training import loop
 from vit_jax.training.duration import Duration
 
-pytestmark = pytest.mark.full
-
 
 def steps_of(folder):
     """The numbers of the training steps in the profiles of a work directory."""
@@ -26,6 +24,7 @@ def steps_of(folder):
     return found
 
 
+@pytest.mark.full
 def test_a_profile_has_the_requested_steps_of_this_start_and_changes_nothing(tmp_path):
     config = tiny.experiment(total=Duration(steps=7))
     plain = training_run.train(config, str(tmp_path / 'plain'))
@@ -38,6 +37,7 @@ def test_a_profile_has_the_requested_steps_of_this_start_and_changes_nothing(tmp
     assert steps_of(tmp_path / 'plain') == {8, 9, 10}
 
 
+@pytest.mark.nightly
 def test_a_run_that_fails_within_the_steps_writes_the_profile_until_then(tmp_path):
     def fail(tick):
         if tick == 7:
@@ -49,12 +49,14 @@ def test_a_run_that_fails_within_the_steps_writes_the_profile_until_then(tmp_pat
     assert steps_of(tmp_path) == {4, 5, 6}
 
 
+@pytest.mark.nightly
 def test_a_profile_that_cannot_be_written_costs_no_training(tmp_path, caplog):
     (tmp_path / 'profile').write_text('a file in the place of the folder')
     result = training_run.train(tiny.experiment(), str(tmp_path), profile=range(2, 4))
     assert result.checkpoint.exists() and str(tmp_path / 'profile') in caplog.text
 
 
+@pytest.mark.full
 def test_a_profile_of_a_run_on_a_bucket_is_in_its_work_directory(bucket):
     folder, batches = storage.resolve_folder('gs://bucket/of/run/profile'), [{}, {}, {}]
     profiled = loop.profile_steps(iter(batches), range(3), range(1, 2), folder, Console(quiet=True))

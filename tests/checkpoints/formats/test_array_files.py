@@ -51,6 +51,7 @@ def test_pickle_is_never_executed(tmp_path):
     assert trap.exists()  # the trap works
 
 
+@pytest.mark.nightly
 def test_pickle_of_a_pytorch_file_is_never_executed(tmp_path):
     torch = pytest.importorskip('torch', reason='the torch extra is not installed')
     trap, path = tmp_path / 'executed', tmp_path / 'x.pth'
@@ -60,6 +61,7 @@ def test_pickle_of_a_pytorch_file_is_never_executed(tmp_path):
         assert not trap.exists()
 
 
+@pytest.mark.nightly
 def test_tensors_of_a_pytorch_file_are_read_by_their_keys(tmp_path):
     torch = pytest.importorskip('torch', reason='the torch extra is not installed')
     tensors = {'a': torch.arange(4.0), 'b': torch.arange(3, dtype=torch.bfloat16), 'step': 7}

@@ -91,6 +91,7 @@ def test_a_prefix_of_a_library_is_no_wrapper_so_that_the_head_stays(prefix):
     assert [*model_of(under('module.', 1, names), '').arrays] == [*names]
 
 
+@pytest.mark.nightly
 def test_files_of_pytorch_are_read_under_any_name(tmp_path):
     torch = pytest.importorskip('torch', reason='the torch extra is not installed')
     vit = loaded(tiny.model(gelu='exact'), timm.TIMM)

@@ -1,8 +1,9 @@
 """vit_jax.train with something wrong: python -m tests.faulty FAULT[,FAULT...] FLAGS.
 
 A fault is NAME:NUMBER or NAME:NUMBER:PROCESS, on that process or on all. `slow` (milliseconds for
-each step), `other_packages` and AT_STEP patch nothing: the job that `train` is given has them. Each
-fault in PATCHES replaces one function or constant, and a program has one of them at most.
+each step), `barriers` (prints their names), `other_packages` and AT_STEP patch nothing: the job
+that `train` is given has them. Each fault in PATCHES replaces one function or constant, and a
+program has one of them at most.
 """
 
 import os
@@ -10,6 +11,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 
 import jax
@@ -24,6 +26,9 @@ from vit_jax.data import loading
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment import training_run
 
+hanging = threading.Event()  # a thread of `hang_loader` hangs
+jobs = []  # the job of this process
+
 
 def fill_disk():
     """No file can grow beyond 8 kB."""
@@ -35,9 +40,16 @@ def remove_workdir():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-AT_STEP = {  # what happens once, when the step of this number begins
+def fail_after_hang():
+    """Fails when a thread of this process hangs."""
+    hanging.wait()
+    raise_error()
+
+
+AT_STEP = {  # what happens once, when the step of this number starts
     'hang': hang,
     'fail': raise_error,
+    'fail_after_hang': fail_after_hang,
     'die': lambda: os.kill(os.getpid(), signal.SIGKILL),
     'full_disk': fill_disk,
     'gone': remove_workdir,
@@ -50,6 +62,7 @@ class FaultyJob(Job):
     def __init__(self, job, faults):
         self.__dict__ = job.__dict__
         self.faults = {name: n for name, n, index in faults if index in (None, job.index)}
+        jobs.append(self)
 
     def tick(self):
         time.sleep(self.faults.get('slow', 0) / 1000)
@@ -57,6 +70,11 @@ class FaultyJob(Job):
             if name in AT_STEP and number == self._ticks:
                 AT_STEP[name]()
         super().tick()
+
+    def barrier(self, name):
+        if 'barriers' in self.faults:
+            print(f'waiting at {name}', flush=True)
+        super().barrier(name)
 
     def require_equal(self, name, facts, *describe):
         if 'other_packages' in self.faults and 'packages' in facts:
@@ -83,6 +101,7 @@ def hang_loader(number, index):
     @replacing(loading.ImageReader, 'examples')
     def _(load, reader, draws, pool):
         if is_here(index) and any(d and d.epoch > 0 for d in draws):
+            hanging.set()
             hang()
         return load(reader, draws, pool)
 
@@ -99,18 +118,32 @@ def stalled_images(number, index):
 def slow_compile(number, index):
     @replacing(training_run, 'lower_update')
     def _(lower_update, *arguments):
-        time.sleep(number if is_here(index) else 0)
+        if is_here(index):
+            print('compiling slowly', flush=True)
+            time.sleep(number)
         return lower_update(*arguments)
 
 
+def uncached_compile(number, index):
+    """XLA compiles what no cache has, and prints when it starts."""
+    jax.config.update('jax_enable_compilation_cache', False)
+
+    @replacing(jax.stages.Lowered, 'compile')
+    def _(compile_lowered, lowered, *arguments):
+        print('XLA compiles', flush=True)
+        return compile_lowered(lowered, *arguments)
+
+
 def slow_wait(number, index):
-    """Waiting for the save of step `number` takes 4 s longer, and is printed."""
+    """Waiting for the save of step `number` is printed, and ends 2 s after a signal."""
 
     @replacing(Checkpoints, 'wait')
     def _(wait, checkpoints):
         if checkpoints.latest_step == number:
             print(f'waiting for the save of step {number}', flush=True)
-            time.sleep(4)
+            while not jobs[0]._stop_code:
+                time.sleep(0.05)
+            time.sleep(2)  # longer than a process that exits at once takes (1.5 s)
         wait(checkpoints)
 
 
@@ -132,10 +165,10 @@ def nan_memory(number, index):
 
     @replacing(training_run.loop, 'fit')
     def _(fit, update, *arguments, **more):
-        def acting(state, batch):
+        def acting(state, *arguments):
             if int(state.step) == number:
                 state = state._replace(params=jax.tree.map(broken, state.params))
-            return update(state, batch)
+            return update(state, *arguments)
 
         return fit(acting, *arguments, **more)
 
@@ -145,7 +178,16 @@ def lease(number, index):
     bucket_lease.LEASE = number / 1000
 
 
-PATCHES = [hang_loader, stalled_images, slow_compile, slow_wait, stalled_disk, nan_memory, lease]
+PATCHES = [
+    hang_loader,
+    stalled_images,
+    slow_compile,
+    uncached_compile,
+    slow_wait,
+    stalled_disk,
+    nan_memory,
+    lease,
+]
 
 
 def main(arguments, job):

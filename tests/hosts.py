@@ -5,6 +5,7 @@ each some seconds of importing.
 """
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -16,6 +17,8 @@ import socket
 import sys
 import time
 
+import psutil
+
 from vit_jax.base import storage
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.store import load_params
@@ -23,11 +26,13 @@ from vit_jax.experiment import workdirs
 from vit_jax.experiment.reporter import read_events
 
 ROOT = pathlib.Path(__file__).parent.parent
-KILL_AFTER = 300  # seconds, whatever happens
+KILL_AFTER = 300  # seconds: a test that waits longer fails, so that it cannot hang
+POLL = 0.02  # seconds between two looks, which cost less than a millisecond
+PR_SET_PDEATHSIG = 1  # of Linux
 _BEFORE = {'starting': 'data    ', 'compiling': 'compile for'}  # said before there is an event log
 
 context = multiprocessing.get_context('forkserver')
-context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2'])
+context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2', 'grain'])
 
 
 def free_port():
@@ -44,6 +49,8 @@ def environment(devices=1):
 
 def _become(module, arguments, path, env, folder):
     """`python -m module arguments` in a folder, with what it says in a file."""
+    if sys.platform == 'linux':  # killed with the server, which exits with the tests
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(folder)
     os.environ.update(env)
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
@@ -58,13 +65,15 @@ def _become(module, arguments, path, env, folder):
 class Host:
     """One process, and what it says."""
 
-    def __init__(self, module, arguments, path, env, folder=ROOT):
+    def __init__(self, module, arguments, path, env, folder=ROOT, pipe=None):
+        """`pipe`: a named pipe that gets the output instead of the file `path`."""
         self.path = path
         workdir = next((a for a in arguments if a.startswith('--workdir=')), '=nowhere')
         self.events = storage.resolve_folder(workdir.partition('=')[2]) / workdirs.EVENTS
         self._earlier = len(read_events(self.events))
+        place = str(pipe or path), env, str(folder)
         self.process = context.Process(
-            target=_become, args=(module, arguments, str(path), env, str(folder)), daemon=True
+            target=_become, args=(module, arguments, *place), daemon=True
         )
         self.process.start()
 
@@ -84,22 +93,32 @@ class Host:
             lines = read_events(self.events)[self._earlier :]
             return any(x['event'] == event and step in (None, x['step']) for x in lines)
 
-        self._wait_until(happened, event, seconds)
+        self.wait_until(happened, event, seconds)
 
     def wait_for_text(self, text, seconds=KILL_AFTER):
         """Returns when the process has said so; fails where it ends before."""
-        self._wait_until(lambda: text in self.text, text, seconds)
+        self.wait_until(lambda: text in self.text, text, seconds)
 
-    def _wait_until(self, happened, what, seconds):
+    def wait_until(self, happened, what, seconds=KILL_AFTER):
+        """Returns when `happened()` is true; fails if the process exits before."""
         deadline = time.monotonic() + seconds
-        while not happened():
-            assert self.process.exitcode is None, f'ended without {what!r}:\n{self.text}'
+        while True:
+            code = self.process.exitcode  # before the look: what the process did last counts
+            if happened():
+                return
+            assert code is None, f'ended without {what!r}:\n{self.text}'
             assert time.monotonic() < deadline, f'no {what!r}:\n{self.text}'
-            time.sleep(0.02)
+            time.sleep(POLL)
 
     def signal(self, number=signal.SIGTERM):
         with contextlib.suppress(ProcessLookupError):  # gone, which `wait` will say
             os.kill(self.process.pid, number)
+
+    def suspend(self):
+        """Returns when all threads of the process have stopped."""
+        self.signal(signal.SIGSTOP)
+        process = psutil.Process(self.process.pid)
+        self.wait_until(lambda: process.status() == psutil.STATUS_STOPPED, 'stopping')
 
     def wait(self, seconds=KILL_AFTER):
         """The exit code."""
@@ -109,8 +128,8 @@ class Host:
 
 
 @contextlib.contextmanager
-def hosts(folder, command, count=1, *, devices=1, each=lambda index: ()):
-    """`python -m COMMAND` in so many processes that know of each other; killed at the end."""
+def hosts(folder, command, count=1, *, devices=1, each=lambda index: (), pipe=None):
+    """`python -m COMMAND` in `count` processes that know of each other; killed at the end."""
     address = f'--coordinator_address=127.0.0.1:{free_port()}'
     module, *arguments = command
     started = []
@@ -119,7 +138,8 @@ def hosts(folder, command, count=1, *, devices=1, each=lambda index: ()):
             place = [address, f'--num_processes={count}', f'--process_id={index}']
             all_of_them = [*arguments, *(place if count > 1 else []), *each(index)]
             path = folder / f'{time.monotonic_ns()}-{index}.log'
-            started.append(Host(module, all_of_them, path, environment(devices)))
+            env = environment(devices)
+            started.append(Host(module, all_of_them, path, env, pipe=pipe))
         yield started
     finally:
         for host in started:

@@ -6,9 +6,9 @@ A fault is NAME:NUMBER or NAME:NUMBER:PROCESS. It happens at step NUMBER, on PRO
 
 import ctypes
 import os
-import re
 import signal
 import socket
+import threading
 import time
 
 import jax
@@ -20,11 +20,26 @@ from vit_jax.distributed import meshes, processes
 from vit_jax.distributed.processes import Interrupted, Job
 
 NEW_HOST_NAME = 0x04000000  # CLONE_NEWUTS of Linux
+STEPS = 400  # of a program without the option `steps`; tests stop it long before
+LONG_SECONDS = 3.0  # of the step `long`; tests set a watchdog of half of them
 
 
 def hang():
+    """Prints `hanging`, and never returns."""
+    print('hanging', flush=True)
     while True:
         time.sleep(1)
+
+
+def interrupt_and_hang():
+    """Hangs after a Ctrl-C that asks for a stop after this step, which never ends."""
+    os.kill(os.getpid(), signal.SIGINT)
+    hang()
+
+
+def hold_lock():
+    """Keeps the interpreter's lock, so that no other Python thread runs."""
+    ctypes.PyDLL(None).sleep(1000)
 
 
 def raise_error():
@@ -39,10 +54,11 @@ def send_signal_of_its_own():
 FAULTS = {
     'usr1': send_signal_of_its_own,
     'hang': hang,
-    'lock': lambda: re.match('(a+)+$', 'a' * 60 + 'b'),  # it keeps the interpreter's lock
+    'interrupt': interrupt_and_hang,
+    'lock': hold_lock,
     'fail': raise_error,
     'die': lambda: os.kill(os.getpid(), signal.SIGKILL),
-    'long': lambda: time.sleep(4),
+    'long': lambda: time.sleep(LONG_SECONDS),
 }
 
 
@@ -61,7 +77,7 @@ def main(arguments, job: Job) -> int:
     total = jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))
     job.save_on_signals()
     try:
-        for step in job.tick_each(range(int(options.get('steps', 400)))):
+        for step in job.tick_each(range(int(options.get('steps', STEPS)))):
             due.get(step, lambda: None)()
             assert 'alone' in options or float(total(ones)) == mesh.size
             print(f'step {step}', flush=True)
@@ -73,8 +89,13 @@ def main(arguments, job: Job) -> int:
     return 0
 
 
-def connect_late(*arguments):
-    time.sleep(4)
+def connect_after_sigterm(*arguments):
+    """Connects when the first SIGTERM has arrived."""
+    arrived = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: arrived.set())
+    print('not connecting', flush=True)
+    while not arrived.wait(0.1):  # short waits, between which Python handles signals
+        pass
     connect(*arguments)
 
 
@@ -94,7 +115,7 @@ if __name__ == '__main__':
     parser.add_argument('--unreachable', action='store_true')
     app.add_launch_flags(parser)
     if '--late' in os.sys.argv:
-        processes.connect = connect_late
+        processes.connect = connect_after_sigterm
     if '--unreachable' in os.sys.argv:
         _jax.get_distributed_runtime_client = raise_unavailable
     app.run_job(main, parser)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from tests.hosts import ROOT, environment
+from tests.hosts import environment
 
 TESTS = """
 import os, pathlib, signal, tempfile

@@ -1,31 +1,18 @@
 """The page of figures as the program writes it: of any networks and images; what it rejects."""
 
-import dataclasses
 import html
-import itertools
 import re
 
 import cv2
-import matplotlib.style
 import numpy as np
 import pytest
-from matplotlib.text import Text
 
 import vit_jax
 from tests import tiny
 from tests.networks import HYBRID, changed, loaded
 from vit_jax import visualize
 from vit_jax.base import UserError, tree_names
-from vit_jax.figures import style
-from vit_jax.figures.figure import NAMES, find_figure
-from vit_jax.models import Backbone, ResNetConfig
-
-VIT = tiny.model()
-MANY = tiny.model(depth=13, width=34, num_heads=17)  # more blocks and heads than are shown
-RESNET = ResNetConfig(
-    image_size=(16, 16), backbone=Backbone(blocks=(1,), width=32), num_classes=tiny.CLASSES
-)
-LONG = 'experiments of 2026-vit_$b$_16 trained on & off-checkpoints-000120000'
+from vit_jax.figures.figure import find_figure
 
 
 def run(*arguments):
@@ -43,49 +30,6 @@ def text_of(folder):
     return ' '.join(html.unescape(re.sub('<[^>]*>', ' ', page)).split())
 
 
-@pytest.fixture(scope='module')
-def report(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('report')
-    out = folder / 'out'
-    cut = dataclasses.replace(VIT, blocks_without_skips=(1,))
-    configs = {LONG: MANY, 'resnet': RESNET, 'vit': VIT, 'cut': cut, 'again': VIT}
-    long, resnet, *small = (saved(folder, name, config) for name, config in configs.items())
-    options = '--images=digits', '--num_images=32', f'--out={out}'
-    several = 'skip_removal', 'training_data'
-    alone = ','.join(name for name in NAMES if name not in several)
-    assert run(*small, *options, f'--figures={",".join(several)}') == 0
-    texts = [text_of(out)]
-    assert run(long, resnet, *options, f'--figures={alone}') == 0
-    return out, ' '.join([*texts, text_of(out)])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize('name', NAMES)
-def test_every_figure_is_explained_and_all_its_text_can_be_read(name, report, monkeypatch):
-    figure, (folder, text) = find_figure(name), report
-    assert f'{figure.title} {figure.caption}' in text
-    written, draw = [], Text.draw
-
-    def recorded(self, renderer):
-        draw(self, renderer)
-        if self.get_visible() and self.get_text().strip():
-            written.append((self.get_text(), self.get_window_extent(renderer)))
-
-    monkeypatch.setattr(Text, 'draw', recorded)
-    files = [*folder.glob(f'{name}*.npz')]
-    assert files
-    for file in files:
-        assert file.with_suffix('.png').exists()
-        written.clear()
-        with np.load(file) as numbers, matplotlib.style.context(style.SETTINGS, True):
-            figure.draw(dict(numbers)).canvas.draw()
-        assert len(written) > 2
-        for (text, one), (other, two) in itertools.combinations(written, 2):
-            width = min(one.x1, two.x1) - max(one.x0, two.x0)
-            height = min(one.y1, two.y1) - max(one.y0, two.y0)
-            assert min(width, height) < 1, f'{text!r} and {other!r} overlap'
-
-
 @pytest.mark.full
 @pytest.mark.parametrize('count', [1, 6])
 def test_photos_of_any_size_without_labels_one_of_which_is_broken(count, tmp_path, capsys):
@@ -97,9 +41,12 @@ def test_photos_of_any_size_without_labels_one_of_which_is_broken(count, tmp_pat
         picture = rng.integers(0, 256, (20 + 3 * i, 30 - i, 3), np.uint8)
         cv2.imwrite(str(images / f'{i} <b>&.{"png" if i % 2 else "jpg"}'), picture)
     (images / 'broken.jpg').write_bytes(b'no image')
-    names = '--figures=filters,cka,rollout,probes'
-    assert run(network, f'--images={images}', f'--out={out}', names) == 1
+    names = 'filters', 'cka', 'rollout', 'probes'
+    figures = f'--figures={",".join(names)}'
+    assert run(network, f'--images={images}', f'--out={out}', figures) == 1
     text = text_of(out)
+    for figure in map(find_figure, names):
+        assert f'{figure.title} {figure.caption}' in text
     assert '; 1 ' in text and 'label' in text
     assert 'broken.jpg' in capsys.readouterr().err
     assert (out / 'filters-hybrid.png').exists() and (out / 'rollout-hybrid.png').exists()

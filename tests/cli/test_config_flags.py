@@ -150,9 +150,7 @@ def test_one_unit_of_a_duration_is_given():
     """The last would win, and the run be a hundred times as long as was meant."""
     assert load(TINY, ['total.epochs=1', 'total.epochs=2']).total == Duration(epochs=2.0)
     assert load(TINY, ['total=none', 'total.epochs=3']).total == Duration(epochs=3.0)
-    with pytest.raises(
-        UserError, match='config.total.epochs, config.total.steps: '
-    ):
+    with pytest.raises(UserError, match='config.total.epochs, config.total.steps: '):
         load(TINY, ['total.steps=5', 'total.epochs=1'])
 
 

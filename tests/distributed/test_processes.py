@@ -1,8 +1,10 @@
 """Laws of several processes: they start, stop after one step, fail, hang, and exit together.
 
-Each test starts a program that sums over all devices in every step (tests/steps.py).
+Each test starts a program that sums over all devices in every step (tests/steps.py). Jobs that
+mostly wait run at the same time.
 """
 
+import contextlib
 import signal
 import time
 
@@ -10,6 +12,7 @@ import psutil
 import pytest
 
 from tests.hosts import hosts
+from tests.steps import LONG_SECONDS, STEPS
 from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE, Job
 
 
@@ -17,8 +20,8 @@ def running(folder, *faults, count=2, flags=(), **more):
     return hosts(folder, ['tests.steps', ','.join(faults) or 'ms:50', *flags], count, **more)
 
 
-def codes(started, seconds=60):
-    return [host.wait(seconds) for host in started]
+def codes(started):
+    return [host.wait() for host in started]
 
 
 def last_line(host):
@@ -39,13 +42,14 @@ def test_a_job_within_another_program_is_alone():
     assert list(job.tick_each([1, 2, 3])) == [1, 2, 3]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     'count, signals, code',
     [
-        (1, [signal.SIGINT], EXIT_INTERRUPTED),
-        (2, [signal.SIGTERM], REQUEUE),
-        (4, [signal.SIGHUP, signal.SIGTERM, signal.SIGHUP], REQUEUE),
+        pytest.param(1, [signal.SIGINT], EXIT_INTERRUPTED, marks=pytest.mark.full),
+        pytest.param(2, [signal.SIGHUP], REQUEUE, marks=pytest.mark.full),
+        pytest.param(
+            4, [signal.SIGHUP, signal.SIGTERM, signal.SIGHUP], REQUEUE, marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_signals_to_some_processes_stop_all_after_the_same_step(count, signals, code, tmp_path):
@@ -58,132 +62,131 @@ def test_signals_to_some_processes_stop_all_after_the_same_step(count, signals, 
         assert codes(started) == [code] * count
     saved = [line for host in started for line in host.text.splitlines() if 'saved' in line]
     assert len(saved) == count and len({*saved}) == 1
-    assert 5 <= int(saved[0].split()[-1]) < 100
+    assert 5 <= int(saved[0].split()[-1]) < STEPS - 1  # not because the run was complete
 
 
 @pytest.mark.full
 def test_a_second_ctrl_c_ends_all_although_one_process_does_not_answer(tmp_path):
-    with running(tmp_path, 'ms:8000', count=3) as started:
+    with running(tmp_path, 'ms:1000000', count=3) as started:  # a step that never ends
         started[0].wait_for_text('step 0\n')
-        started[1].signal(signal.SIGSTOP)
+        started[1].suspend()
         started[0].signal(signal.SIGINT)
         started[2].wait_for_text('Ctrl-C')
         assert started[0].process.exitcode is None
         started[0].signal(signal.SIGINT)
-        assert codes([started[0], started[2]], seconds=5) == [EXIT_INTERRUPTED] * 2
+        assert codes([started[0], started[2]]) == [EXIT_INTERRUPTED] * 2
         started[1].signal(signal.SIGCONT)
-        assert started[1].wait(20) in (EXIT_INTERRUPTED, REQUEUE)
+        assert started[1].wait() in (EXIT_INTERRUPTED, REQUEUE)
+    assert 'stopped by a second Ctrl-C' in last_line(started[2])
+
+
+# Faults, flags, and exit codes of the processes. --watchdog_seconds is 40 times as long as a step,
+# so that no step before the fault exceeds it on a busy machine.
+HANGS = [
+    # Before the first step --start_seconds counts: one process starts in a tenth of it.
+    (['hang:-1'], ['--start_seconds=6', '--watchdog_seconds=1'], [REQUEUE]),
+    (['interrupt:5'], ['--watchdog_seconds=2'], [EXIT_INTERRUPTED]),
+    (['hang:5:1', 'lock:5:2'], ['--watchdog_seconds=2'], [REQUEUE, REQUEUE, 1]),
+]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    'faults, signals, expected',
-    [
-        (['hang:5'], [signal.SIGINT], [EXIT_INTERRUPTED]),
-        (['hang:-1:1'], [], [REQUEUE, REQUEUE]),  # before the processes agree
-        (['hang:5:1', 'lock:5:2'], [], [REQUEUE, REQUEUE, 1]),  # 2 keeps the interpreter's lock
-    ],
-)
-def test_a_hang_ends_all_in_bounded_time_with_stacks(faults, signals, expected, tmp_path):
-    flags = ['--watchdog_seconds=3', '--start_seconds=3']
-    with running(tmp_path, *faults, count=len(expected), flags=flags) as started:
-        for number in signals:
-            started[0].wait_for_text('step 4\n')
-            time.sleep(1)
-            started[0].signal(number)
-        assert codes(started, 40) == expected
-    assert '--watchdog_seconds' in started[0].text
-    text = ''.join(host.text for host in started)
-    assert 'in hang' in text and ('in <lambda>' in text) == (len(expected) == 3)
+def test_the_watchdog_ends_a_hang_or_a_suspension_and_each_step_resets_it(tmp_path):
+    """With stacks; also a process that keeps the interpreter's lock, and one after Ctrl-C.
+
+    The first steps may take longer, because they compile.
+    """
+    seconds, ms = LONG_SECONDS / 2, 50  # of the watchdog, and of each step but the first
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(running(tmp_path, *faults, count=len(expected), flags=flags))
+            for faults, flags, expected in HANGS
+        ]
+        flags = [f'--watchdog_seconds={seconds}']
+        (host,) = stack.enter_context(running(tmp_path, 'long:0', count=1, flags=flags))
+        host.wait_for_text(f'step {int(2 * seconds / ms * 1000)}\n')  # twice the watchdog's time
+        host.suspend()
+        time.sleep(1.5 * seconds)  # this is the fault
+        host.signal(signal.SIGCONT)
+        assert host.wait() == REQUEUE
+        assert [codes(started) for started in jobs] == [expected for *_, expected in HANGS]
+    for started in [host], *jobs:
+        assert '--watchdog_seconds' in started[0].text
+    for started in jobs:
+        assert any('in hang' in host.text for host in started)
+    assert 'in hold_lock' in jobs[-1][2].text
+
+
+@pytest.mark.nightly
+def test_a_hang_before_the_processes_agree_ends_all(tmp_path):
+    # --start_seconds is several times as long as two processes take to connect.
+    flags = ['--start_seconds=15', '--watchdog_seconds=1']
+    with running(tmp_path, 'hang:-1:1', flags=flags) as (first, second):
+        assert codes([first, second]) == [REQUEUE] * 2
+    assert '--watchdog_seconds' in first.text and 'in hang' in second.text
 
 
 @pytest.mark.full
-@pytest.mark.parametrize('where, index', [('together:1', 1), ('alone:1', 0)])
-def test_where_a_process_is_killed_the_others_ask_for_a_restart(where, index, tmp_path):
-    """In a sum of all devices, or while each computes alone."""
-    with running(tmp_path, f'die:5:{index}', where, flags=['--heartbeat_seconds=5']) as started:
-        assert started[index].wait() == -signal.SIGKILL
-        other = started[1 - index]
-        assert other.wait(15) == REQUEUE
-    assert 'is gone' in last_line(other) and 'Traceback' not in other.text
+def test_where_a_process_is_missing_killed_or_suspended_the_others_ask_for_a_restart(tmp_path):
+    """Killed in a sum of all devices, or while each computes alone."""
+    # Seconds: no process needs them, as the third one does not come.
+    flags = ['--num_processes=3', '--start_seconds=2']
+    with (
+        running(tmp_path, each=lambda _: flags) as missing,  # jax aborts
+        running(tmp_path, each=lambda _: ['--unreachable']) as unreachable,  # jax raises an error
+        running(tmp_path, 'die:5:1', 'together:1') as in_sum,
+        running(tmp_path, 'die:5:0', 'alone:1') as alone,
+        # Seconds without an answer, for which a busy machine needs a fraction of one.
+        running(tmp_path, flags=['--heartbeat_seconds=4']) as suspended,
+    ):
+        suspended[0].wait_for_text('step 5\n')
+        suspended[0].suspend()
+        assert codes(missing) == codes(unreachable) == [REQUEUE] * 2
+        assert codes(in_sum) == [REQUEUE, -signal.SIGKILL]
+        assert codes(alone) == [-signal.SIGKILL, REQUEUE]
+        assert suspended[1].wait() == REQUEUE
+    for other in *missing, in_sum[0], alone[1], suspended[1]:
+        assert 'is gone' in last_line(other) and 'Traceback' not in other.text
+    assert {last_line(host).partition('--')[2] for host in missing} == {'process_id'}
+    assert all('UNAVAILABLE' in last_line(host) for host in unreachable)
 
 
 @pytest.mark.full
-def test_a_suspended_process_is_gone_for_the_others(tmp_path):
-    with running(tmp_path, flags=['--heartbeat_seconds=4']) as started:
-        started[0].wait_for_text('step 5\n')
-        started[0].signal(signal.SIGSTOP)
-        assert started[1].wait(40) == REQUEUE
-    assert 'is gone' in last_line(started[1])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    'fault, seeds, code, reason',
-    [
-        ('fail:5:1', (0, 0), REQUEUE, 'the disk is on fire'),
-        ('ms:50', (0, 1), 1, 'seed: 0 -> 1'),  # an error in the input would occur again
-    ],
-)
-def test_a_process_that_fails_tells_the_others_why(fault, seeds, code, reason, tmp_path):
-    """Facts that differ are found before any device is used."""
-    with running(tmp_path, fault, each=lambda index: [f'--seed={seeds[index]}']) as started:
-        assert codes(started, 30) == [code] * 2
-    assert all(reason in host.text for host in started)
-    assert 'process 1 ' in started[0].text
-    assert code == REQUEUE or 'step' not in started[0].text
-
-
-@pytest.mark.full
-def test_each_step_resets_the_watchdog_and_a_longer_suspension_ends_the_run(tmp_path):
-    """The first step may take longer, because it compiles."""
-    flags = ['--watchdog_seconds=3', '--start_seconds=9']
-    with running(tmp_path, 'long:0', count=1, flags=flags) as (host,):
-        host.wait_for_text('step 70\n')
-        for seconds in 1, 5:
-            assert host.process.exitcode is None
-            host.signal(signal.SIGSTOP)
-            time.sleep(seconds)
-            host.signal(signal.SIGCONT)
-            time.sleep(1)
-        assert host.wait(10) == REQUEUE
-    assert '--watchdog_seconds' in host.text
+def test_a_process_that_fails_tells_the_others_why(tmp_path):
+    """Facts that differ are found before any device is used, and would differ again."""
+    seeds = {index: [f'--seed={index}'] for index in (0, 1)}
+    with (
+        running(tmp_path, 'fail:5:1') as failing,
+        running(tmp_path, each=seeds.get) as differing,
+    ):
+        assert codes(failing) == [REQUEUE] * 2 and codes(differing) == [1] * 2
+    assert all('the disk is on fire' in host.text for host in failing)
+    assert all('seed: 0 -> 1' in host.text for host in differing)
+    assert all('process 1 ' in started[0].text for started in (failing, differing))
+    assert 'step' not in differing[0].text
 
 
 @pytest.mark.full
 def test_a_signal_that_the_program_handles_itself_stops_nothing(tmp_path):
-    with running(tmp_path, 'usr1:5', 'steps:40', count=1) as (host,):
-        assert host.wait(60) == 0
-    assert 'step 39\n' in host.text
+    with running(tmp_path, 'usr1:5', 'steps:10', count=1) as (host,):
+        assert host.wait() == 0
+    assert 'step 9\n' in host.text
 
 
 @pytest.mark.full
 def test_a_signal_before_connecting_ends_all(tmp_path):
     with running(tmp_path, each=lambda index: ['--late'] * index) as started:
-        started[1].wait_for_text('connecting to')
+        started[1].wait_for_text('not connecting')
         started[1].signal(signal.SIGTERM)
-        assert codes(started, 40) == [REQUEUE] * 2
+        assert codes(started) == [REQUEUE] * 2
     assert all('SIGTERM' in host.text for host in started)
 
 
-@pytest.mark.full
-def test_processes_that_cannot_connect_ask_for_a_restart(tmp_path):
-    """One does not come, and jax aborts; or jax raises an error."""
-    with running(tmp_path, count=3, flags=['--start_seconds=4']) as started:
-        started[2].process.kill()
-        assert codes(started[:2]) == [REQUEUE] * 2
-    assert all('is gone, late' in last_line(host) for host in started[:2])
-    with running(tmp_path, each=lambda _: ['--unreachable']) as started:
-        assert codes(started) == [REQUEUE] * 2
-    assert all('UNAVAILABLE' in last_line(host) for host in started)
-
-
-@pytest.mark.full
+@pytest.mark.nightly
 def test_two_processes_of_one_number_are_an_error(tmp_path):
     """One of them may still find its place; the other one is rejected, or ends all."""
     places = [['--num_processes=2', f'--process_id={index}'] for index in (0, 1, 1)]
-    with running(
-        tmp_path, count=3, each=places.__getitem__, flags=['--start_seconds=5']
-    ) as started:
+    flags = ['--start_seconds=5']  # ten times as long as two processes take to connect
+    with running(tmp_path, count=3, each=places.__getitem__, flags=flags) as started:
         assert REQUEUE in codes(started)
     assert '--process_id' in ''.join(host.text for host in started)

@@ -1,30 +1,67 @@
 """Several hosts, as processes over loopback: they start, agree, stop, die, hang and resume.
 
-The rest: python -m pytest -m full tests/experiment/test_hosts.py
+All tests of this file: python -m pytest -m '' -n 0 tests/experiment/test_hosts.py
 """
 
+import contextlib
 import json
 import re
 import signal
-import time
 
 import numpy as np
 import pytest
 
 import vit_jax
 from tests import tiny
-from tests.hosts import hosts, result
+from tests.hosts import KILL_AFTER, hosts, result
 from vit_jax.checkpoints import digests
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.distributed.processes import REQUEUE
-from vit_jax.experiment.reporter import read_events
+from vit_jax.distributed.processes import REQUEUE, Job
+from vit_jax.experiment.build import build_experiment
+from vit_jax.experiment.reporter import Reporter, read_events
+from vit_jax.training.loop import Clock
+from vit_jax.training.losses import StepMetrics
 
-CONFIG = ('--config=tests/tiny_config.py',)
+STEPS, EVERY = 12, 3  # steps of a run, and from one checkpoint to the next
+COUNTS = 1, 50, 359  # images of the evaluations: fewer than processes, and of several batches
+UNREADABLE = 3, 48, 49, 200, 358  # test images; both processes read some of them
+CONFIG = f"""
+import dataclasses
+
+from tests import tiny_config
+from vit_jax.config import EvalConfig
+from vit_jax.data.sources.opening import make_opener
 
 
-def training(folder, faults='slow:0', count=1, flags=(), **more):
-    command = ['tests.faulty', faults, *CONFIG, f'--workdir={folder}/run', *flags]
-    return hosts(folder, command, count, **more)
+def digits(split):
+    source = make_opener()('digits', split)
+
+    def read(index):
+        if split == 'test' and index in {UNREADABLE}:
+            raise OSError('half a file')
+        return source.read(index)
+
+    return dataclasses.replace(source, read=read)
+
+
+def get_config():
+    config = tiny_config.get_config()
+    config.data = digits
+    config.total.steps = {STEPS}
+    config.checkpoint_every_steps = {EVERY}
+    config.spike_deviations = 6.0
+    config.eval_split, config.eval_batch_size = 'test', 32
+    config.evals = {{f'first{{n}}': EvalConfig(split=f'test[:{{n}}]') for n in {COUNTS}}}
+    config.loader.placement = 'host'
+    config.loader.on_unreadable = 'skip'
+    return config
+"""
+
+
+def training(folder, faults='slow:0', count=1, flags=()):
+    (folder / 'config.py').write_text(CONFIG)
+    command = ['tests.faulty', faults, f'--config={folder}/config.py', f'--workdir={folder}/run']
+    return hosts(folder, [*command, *flags], count)
 
 
 def steps(folder):
@@ -33,151 +70,201 @@ def steps(folder):
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
-    """Results of uninterrupted runs, by the number of processes."""
-    made = {}
+    """Starts a run of `count` processes; returns a function that waits, and returns its folder."""
+    runs = {}
 
-    def run(count):
-        if count not in made:
+    def start(count):
+        if count not in runs:
             folder = tmp_path_factory.mktemp(f'whole{count}')
-            with training(folder, count=count) as started:
-                assert [host.wait() for host in started] == [0] * count
-            made[count] = result(folder)
-        return made[count]
+            runs[count] = folder, stack.enter_context(training(folder, count=count))
+        folder, started = runs[count]
 
-    return run
+        def finish():
+            assert [host.wait() for host in started] == [0] * count
+            return folder
 
+        return finish
 
-def assert_same_params(folder, expected):
-    params = result(folder)[0]
-    assert params.keys() == expected[0].keys()
-    for name, leaf in params.items():
-        np.testing.assert_array_equal(leaf, expected[0][name], name)
+    with contextlib.ExitStack() as stack:
+        yield start
 
 
+# Faults, and what is printed or in the event log when the signal is sent. A step that is longer
+# than a signal takes to all processes (0.5 s), so that a run of STEPS does not end before.
 PHASES = {
     'start': ('slow:0', 'starting'),
-    'compile': ('slow_compile:5', 'compiling'),
-    'evaluate': ('slow:100', 'evaluating test'),
-    'save': ('slow:100', 'saving'),
+    'compile': (f'slow_compile:{KILL_AFTER}', 'compiling'),
+    'evaluate': ('slow:1000', f'evaluating first{max(COUNTS)}'),
+    'save': ('slow:1000', 'saving'),
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize('count, phases', [(1, 'start evaluate'), (2, 'compile save')])
-def test_sigterm_in_any_phase_stops_at_one_step_and_loses_none(count, phases, whole, tmp_path):
-    """The last process alone gets the signal, twice; both stop. The next start resumes there."""
-    for phase in phases.split():
-        faults, event = PHASES[phase]
-        before = steps(tmp_path)
-        flags = ['--config.eval_every_steps=25', '--accept_config_changes']
-        with training(tmp_path, faults, count, flags) as started:
+@pytest.mark.parametrize(
+    'count, phases',
+    [
+        pytest.param(2, ['save'], marks=pytest.mark.full),
+        pytest.param(2, ['start', 'compile', 'evaluate'], marks=pytest.mark.nightly),
+        pytest.param(1, ['start', 'compile', 'save', 'evaluate'], marks=pytest.mark.nightly),
+    ],
+)
+def test_sigterm_stops_all_after_one_step_and_the_run_resumes_to_the_same_bits(
+    count, phases, whole, tmp_path
+):
+    """The last process alone gets the signal, twice. The folder may have any name."""
+    folder, finish_whole = tmp_path / 'lr=[0.1] a\\b*?%#', whole(count)
+    folder.mkdir()
+    for phase in phases:
+        (faults, event), before = PHASES[phase], steps(folder)
+        flags = ['--config.eval_every_steps=5', '--accept_config_changes']
+        with training(folder, faults, count, flags if phase == 'evaluate' else ()) as started:
             started[0].wait_for(event)
             started[-1].signal(signal.SIGTERM)
-            time.sleep(0.02)
+            if phase in ('start', 'compile'):
+                assert [host.wait() for host in started] == [REQUEUE] * count, phase
+                assert steps(folder) == before
+                continue
+            started[-1].wait_for_text('saving and exiting after this step')
             started[-1].signal(signal.SIGTERM)
             assert [host.wait() for host in started] == [REQUEUE] * count, phase
-        if phase in ('start', 'compile'):
-            assert steps(tmp_path) == before
-        else:
-            stopped = steps(tmp_path)[-1]
-            assert max(before, default=-1) < stopped < 55  # at once, and not at the end
-            lines = read_events(tmp_path / 'run/events.jsonl')
-            assert lines[-1]['step'] == stopped  # nothing was done after it
-    with training(tmp_path, count=count, flags=['--accept_config_changes']) as started:
+        stopped = steps(folder)[-1]
+        assert max(before, default=0) < stopped < STEPS  # at once, and not at the end
+        assert read_events(folder / 'run/events.jsonl')[-1]['step'] == stopped  # nothing after it
+    with training(folder, count=count, flags=['--accept_config_changes']) as started:
         assert [host.wait() for host in started] == [0] * count
-        assert f' step {stopped} ' in started[0].text
-    assert_same_params(tmp_path, whole(count))
+    assert f'resuming at step {stopped} ' in started[0].text
+    (params, lines), (expected, expected_lines) = result(folder), result(finish_whole())
+    assert params.keys() == expected.keys()
+    for name, leaf in params.items():
+        np.testing.assert_array_equal(leaf, expected[name], name)
+    if phases == ['save']:  # and every number, once
+        assert lines == expected_lines
 
 
 @pytest.mark.full
-def test_a_slow_process_is_named(tmp_path):
-    """The folder may have any name."""
-    folder = tmp_path / 'lr=[0.1] a\\b*?%#'
-    folder.mkdir()
-    flags = ['--config.total.steps=40', '--config.spike_deviations=6']
-    with training(folder, 'slow:300:1', 2, flags) as started:
+def test_an_evaluation_of_two_processes_counts_every_readable_image_once(whole):
+    """Compared with the logits of the saved model, outside of any run."""
+    folder, test = whole(2)(), make_opener()('digits', 'test')
+    lines = {line['kind']: line for line in result(folder)[1]}
+    vit = vit_jax.load(str(folder / 'run'))
+    images = np.stack([vit.preprocess(test.read(index)[0]) for index in range(max(COUNTS))])
+    right = vit.logits(images).argmax(-1) == test.labels
+    right[[*UNREADABLE]] = False
+    for n in COUNTS:
+        line, unreadable = lines[f'first{n}'], sum(index < n for index in UNREADABLE)
+        assert (line['count'], line.get('unreadable', 0)) == (n - unreadable, unreadable)
+        assert round(line['accuracy'] * line['count'], 6) == right[:n].sum()
+
+
+@pytest.mark.full
+def test_all_wait_for_a_process_that_compiles_and_its_stop_saves_nothing(tmp_path):
+    """They wait before the first collective, for which gloo has 30 s."""
+    faults = f'barriers:0,slow_compile:{KILL_AFTER}:1'  # longer than the test
+    with training(tmp_path, faults, 2) as started:
+        started[1].wait_for_text('compiling slowly')
+        started[0].wait_for_text('waiting at compiled')
+        started[1].signal(signal.SIGTERM)
+        assert [host.wait() for host in started] == [REQUEUE] * 2
+    for host in started:
+        why = host.text.splitlines()[-1]
+        assert why.startswith('process 1 of 2 ')
+        assert why.endswith(': SIGTERM before the first step; run the same command again')
+        assert 'saving' not in host.text and 'saved' not in host.text
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.nightly
+def test_a_process_that_compiles_longer_than_gloo_waits_is_waited_for(tmp_path):
+    """gloo waits for 30 s."""
+    with training(tmp_path, 'slow_compile:40:1', 2) as started:
+        assert [host.wait() for host in started] == [0, 0]
+
+
+class Store:
+    """The key-value store of several jobs in this process."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, value):
+        assert key not in self.values
+        self.values[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+    def key_value_delete(self, folder):
+        for key, _ in self.key_value_dir_get(folder):
+            del self.values[key]
+
+
+def test_the_process_that_the_others_wait_for_is_named_the_second_time(tmp_path, caplog):
+    """Process 0 is slow in ten steps, and process 1 in twenty. The first report compares none."""
+    experiment, store = build_experiment(tiny.experiment(log_every_steps=10)), Store()
+    slow = {0: range(1, 11), 1: range(11, 31)}
+    reporters, clocks = [], [Clock(), Clock()]
+    for index, clock in enumerate(clocks):
+        job = Job()
+        job.count, job.index, job._store = len(clocks), index, store
+        arguments = {'steps': range(60), 'progress': {}, 'clock': clock, 'job': job}
+        reporters.append(Reporter(experiment, tmp_path, **arguments))
+    metrics = StepMetrics({'loss': 1.0, 'accuracy': 1.0}, 1.0, {'skipped': 0.0})
+    for step in range(1, 51):
+        for index, (reporter, clock) in enumerate(zip(reporters, clocks, strict=True)):
+            own = 3.0 if step in slow[index] else 1.0
+            together = 3.0 if any(step in each for each in slow.values()) else 1.0
+            clock.seconds['step'] = clock.seconds.get('step', 0.0) + together
+            clock.device_wait += together - own
+            reporter.record_step(step, metrics)
+    lines = map(json.loads, (tmp_path / 'metrics.jsonl').read_text().splitlines())
+    names = 'step', 'slowest_host_seconds', 'slowest_host_ratio'
+    found = [tuple(line[x] for x in names) for line in lines if 'slowest_host_ratio' in line]
+    assert found == [(20, 3.0, 3.0), (30, 3.0, 3.0), (40, 3.0, 3.0), (50, 1.0, 1.0)]
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert re.fullmatch(r'process 1 of 2 \(.*\) is slow: 3 s .*; median process: 1 s', message)
+    assert len(store.values) == 2  # of the last report
+
+
+@pytest.mark.nightly
+def test_a_slow_process_of_a_run_is_named(tmp_path):
+    """Its steps take 0.5 s, and those of the other one a few tens of milliseconds."""
+    flags = ['--config.total.steps=40', '--config.checkpoint_every_steps=10']
+    with training(tmp_path, 'slow:500:1', 2, flags) as started:
         assert [host.wait() for host in started] == [0, 0]
     assert 'process 1 of 2' in started[0].text and 'is slow' in started[0].text
-    lines = (folder / 'run/metrics.jsonl').read_text().splitlines()
-    compared = [line for line in map(json.loads, lines) if 'slowest_host_ratio' in line]
+    lines = map(json.loads, (tmp_path / 'run/metrics.jsonl').read_text().splitlines())
+    compared = [line for line in lines if 'slowest_host_ratio' in line]
     assert [line['step'] for line in compared] == [20, 30, 40]  # of the ten steps before
-    assert all(line['slowest_host_seconds'] > 0.3 for line in compared)
-    assert all(line['slowest_host_ratio'] > 3 for line in compared[1:])  # the first step is slow
+    assert all(line['slowest_host_seconds'] > 0.5 for line in compared)
+    assert all(line['slowest_host_ratio'] > 2 for line in compared)  # from which it is slow
 
 
 @pytest.mark.full
 def test_parameters_that_are_not_finite_in_one_process_are_never_saved(tmp_path):
-    with training(tmp_path, 'nan_memory:15:1', 2) as started:
+    with training(tmp_path, f'nan_memory:{EVERY + 1}:1', 2) as started:
         assert [host.wait() for host in started] == [1, 1]
-    assert re.search('parameter_norm.*/10', started[1].text)
-    assert steps(tmp_path) == [10]
+    assert re.search(f'parameter_norm.*/checkpoints/{EVERY}', started[1].text)
+    assert steps(tmp_path) == [EVERY]
 
 
-COUNTS = 1, 50, 359
-EVALUATED = f"""
-from tests import tiny_config
-from vit_jax.config import EvalConfig
-
-def get_config():
-    config = tiny_config.get_config()
-    config.eval_split = 'test'
-    config.evals = {{f'first{{n}}': EvalConfig(split=f'test[:{{n}}]') for n in {COUNTS}}}
-    return config
-"""
-
-
-@pytest.mark.full
-def test_an_evaluation_of_two_processes_counts_every_image_once(tmp_path):
-    """Held against the logits of the saved model, outside of any run."""
-    (tmp_path / 'config.py').write_text(EVALUATED)
-    flags = [f'--config={tmp_path}/config.py', f'--workdir={tmp_path}/run']
-    with hosts(tmp_path, ['vit_jax.train', *flags], 2) as started:
-        assert [host.wait() for host in started] == [0, 0]
-    assert 'is slow' not in started[0].text
-    found = {line['kind']: line for line in result(tmp_path)[1]}
-    vit, test = vit_jax.load(str(tmp_path / 'run')), make_opener()('digits', 'test')
-    images = np.stack([vit.preprocess(test.read(index)[0]) for index in range(max(COUNTS))])
-    right = vit.logits(images).argmax(-1) == test.labels
-    for n in COUNTS:
-        line = found[f'first{n}']
-        assert (line['count'], round(line['accuracy'] * n, 6)) == (n, right[:n].sum())
-
-
-@pytest.mark.parametrize('program', ['faulty', 'fewshot', 'train'])
-def test_hosts_that_differ_are_told_by_name_before_anything_is_computed(program, tmp_path):
+def test_hosts_that_differ_are_told_by_name_before_anything_is_computed(tmp_path):
     """Two seeds, packages and code; an evaluation; work directories that are not shared."""
-    flags = {index: [f'--config.seed={index}', f'--workdir={tmp_path}/run'] for index in (0, 1)}
-    names = ['config.seed: 0 -> 1']
-    if program == 'faulty':
-        command = ['tests.faulty', 'other_packages:0:1', *CONFIG]
-        names += ["packages.numpy: '", 'code.training/loop.py: ']
-    elif program == 'fewshot':
-        start = '--config.start_from=tests/reference/bigvision_map.npz'
-        command = ['vit_jax.fewshot', *CONFIG, start]
-    else:
-        command = ['vit_jax.train', *CONFIG]
-        flags = {index: [f'--workdir={tmp_path}/{index}'] for index in (0, 1)}
-        names = [f"workdir: '{tmp_path}/0' -> '{tmp_path}/1'"]
-    with hosts(tmp_path, command, 2, each=flags.get) as started:
-        assert [host.wait(60) for host in started] == [1, 1]
-    for host in started:
-        assert [name for name in names if name not in host.text] == []
+    config, run = '--config=tests/tiny_config.py', f'--workdir={tmp_path}/run'
+    start = '--config.start_from=tests/reference/bigvision_map.npz'
+    seeds = {index: [run, f'--config.seed={index}'] for index in (0, 1)}
+    folders = {index: [f'--workdir={tmp_path}/{index}'] for index in (0, 1)}
+    seed = 'config.seed: 0 -> 1'
+    with (
+        hosts(tmp_path, ['tests.faulty', 'other_packages:0:1', config], 2, each=seeds.get) as one,
+        hosts(tmp_path, ['vit_jax.fewshot', config, start], 2, each=seeds.get) as two,
+        hosts(tmp_path, ['vit_jax.train', config], 2, each=folders.get) as three,
+    ):
+        assert [host.wait() for host in (*one, *two, *three)] == [1] * 6
+    for started, *names in (
+        (one, seed, "packages.numpy: '", 'code.training/loop.py: '),
+        (two, seed),
+        (three, f"workdir: '{tmp_path}/0' -> '{tmp_path}/1'"),
+    ):
+        for host in started:
+            assert [name for name in names if name not in host.text] == []
+            assert 'compile for' not in host.text
     assert not (tmp_path / 'run').exists()
-
-
-@pytest.mark.full
-def test_test_images_that_cannot_be_read_are_counted_by_all_processes(tmp_path):
-    for split, count in ('train', 20), ('test', 9):
-        for name in 'cat', 'dog':
-            tiny.draw_photos(tmp_path / 'photos' / split / name, [(9, 9)] * count)
-    for i in 0, 3, 4:
-        broken = tmp_path / 'photos' / 'test' / 'dog' / f'{i}.png'
-        broken.write_bytes(broken.read_bytes()[:-30])
-    flags = [f'--config.data={tmp_path}/photos', '--config.eval_split=test']
-    flags += ['--config.total.steps=2', '--config.loader.placement=host']
-    flags += ['--config.loader.on_unreadable=skip']
-    with training(tmp_path, count=2, flags=flags) as started:
-        assert [host.wait() for host in started] == [0, 0]
-    (found,) = (line for line in result(tmp_path)[1] if line['kind'] == 'test')
-    assert found['count'] == 15 and found['unreadable'] == 3
-    assert abs(15 * found['accuracy'] - round(15 * found['accuracy'])) < 1e-5

@@ -132,7 +132,10 @@ def test_an_evaluation_measures_the_model_that_load_resizes(trained, name, size)
         ({'patch_sizes': (), 'evals': {'x': EvalConfig(patch_size=5)}}, 'patch_size=5'),
         ({'patch_sizes': (2, 2)}, 'patch_sizes=.*expected distinct'),
         ({'evals': {}, 'objective': MaskedPatches()}, 'patch_sizes: .*objective'),
-        ({'patch_sizes': (), 'objective': MaskedPatches()}, 'evals.patch_2.patch_size: .*objective'),
+        (
+            {'patch_sizes': (), 'objective': MaskedPatches()},
+            'evals.patch_2.patch_size: .*objective',
+        ),
     ],
 )
 def test_what_has_no_other_sizes_is_rejected(changes, message):

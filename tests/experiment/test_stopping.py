@@ -1,30 +1,35 @@
-"""What ends a run, and what does not: signals, readers that go away, stalled reads.
+"""What ends a run, and what does not: signals, readers that go away, stalled reads, removed files.
 
 Processes of their own, as users have them:
 python -m pytest -m full tests/experiment/test_stopping.py
 """
 
+import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 
 import pytest
 
-from tests.hosts import ROOT, environment, hosts
+from tests import tiny
+from tests.hosts import KILL_AFTER, hosts
+from vit_jax.base import MissingFile
 from vit_jax.checkpoints import digests
-from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE
+from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE, Job
+from vit_jax.experiment.build import build_experiment
+from vit_jax.experiment.reporter import Reporter
+from vit_jax.training.loop import Clock
 
-pytestmark = pytest.mark.full
-PLACEMENT = '--config.loader.placement='
+STEPS = 60  # of tests/tiny_config.py
+EPOCH = 6  # steps of 16 images, of the split of SMALL
+SELDOM = ['--config.checkpoint_every_steps=50']
+SMALL = ['--config.train_split=train[:96]', '--config.loader.placement=host']
 
 
-def training(folder, faults='slow:0', count=1, flags=()):
+def training(folder, faults='slow:0', count=1, flags=(), **more):
     command = ['tests.faulty', faults, '--config=tests/tiny_config.py', f'--workdir={folder}/run']
-    return hosts(folder, [*command, *flags], count)
+    return hosts(folder, [*command, *flags], count, **more)
 
 
 def steps(folder):
@@ -36,99 +41,111 @@ def reported(folder):
     return [(line['kind'], line['step']) for line in lines]
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     """As `| head -1`, with standard error in the same pipe."""
-    read, write = os.pipe()
-    command = [sys.executable, '-m', 'tests.faulty', 'slow:0', '--config=tests/tiny_config.py']
-    command += [f'--workdir={tmp_path}/run']
-    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=write, stderr=write)
-    os.close(write)
-    os.read(read, 1)
-    os.close(read)
-    assert run.wait(120) == 0
-    assert ('train', 60) in reported(tmp_path) and ('test', 60) in reported(tmp_path)
-    assert steps(tmp_path)[-1] == 60
+    pipe = tmp_path / 'pipe'
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def has_written():
+        try:
+            return os.read(reader, 1) != b''
+        except BlockingIOError:
+            return False
+
+    with training(tmp_path, flags=SELDOM, pipe=pipe) as (host,):
+        host.wait_until(has_written, 'output')
+        os.close(reader)
+        assert host.wait() == 0
+    assert ('train', STEPS) in reported(tmp_path) and ('test', STEPS) in reported(tmp_path)
+    assert steps(tmp_path)[-1] == STEPS
 
 
+@pytest.mark.full
 def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
-    with training(tmp_path, 'slow_wait:60') as (host,):
-        host.wait_for_text('waiting for the save of step 60')
+    with training(tmp_path, f'slow_wait:{STEPS}', flags=SELDOM) as (host,):
+        host.wait_for_text(f'waiting for the save of step {STEPS}')
         host.signal(signal.SIGTERM)
         assert host.wait() == 0, host.text
-    assert steps(tmp_path)[-1] == 60
+    assert steps(tmp_path)[-1] == STEPS
 
 
+@pytest.mark.full
 def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(tmp_path):
-    """A network that takes long to compile, and that no cache has."""
-    command = [sys.executable, '-m', 'vit_jax.train', '--config=tests/tiny_config.py']
-    command += [
-        f'--workdir={tmp_path}/run',
-        '--config.compute.unroll=24',
-        '--config.model.depth=24',
-    ]
-    env = environment() | {'JAX_ENABLE_COMPILATION_CACHE': 'false'}
-    run = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while 'compile for' not in run.stdout.readline():
-        assert run.poll() is None, run.stderr.read()
-    time.sleep(1)
-    run.send_signal(signal.SIGINT)
-    assert run.wait(5) == EXIT_INTERRUPTED
-    said = run.stderr.read().splitlines()
-    assert len(said) == 1 and 'SIGINT' in said[0]
+    """The model compiles for longer than a signal takes, if no cache has it."""
+    flags = ['--config.compute.unroll=24', '--config.model.depth=24']
+    with training(tmp_path, 'uncached_compile:0', flags=flags) as (host,):
+        host.wait_for_text('XLA compiles\n')
+        host.signal(signal.SIGINT)
+        assert host.wait() == EXIT_INTERRUPTED
+    before, _, after = host.text.partition('XLA compiles\n')
+    assert len(after.splitlines()) == 1 and 'SIGINT before the first step' in after
+    assert 'compiled in' not in before
 
 
-def test_a_read_that_stalls_can_be_stopped(tmp_path):
-    """Nothing is saved, as the other processes may be a step ahead; the checkpoints are whole."""
-    faults = 'hang_loader:0:1,slow:20'
-    flags = [
-        '--watchdog_seconds=8',
-        f'{PLACEMENT}host',
-        '--config.total.steps=200',
-        '--config.checkpoint_every_steps=50',
-    ]
-    with training(tmp_path, faults, 2, flags) as started:
-        started[0].wait_for('reported', step=85)
-        time.sleep(3)
-        started[0].signal(signal.SIGTERM)
-        assert [host.wait(30) for host in started] == [REQUEUE] * 2, started[0].text
-    assert '--watchdog_seconds' in started[0].text and steps(tmp_path)[-1] == 50
+@pytest.mark.full
+def test_a_read_that_stalls_keeps_no_process_from_stopping_or_failing(tmp_path):
+    """After a stop nothing is saved, as other processes may be a step ahead."""
+    stopped, failed = tmp_path / 'stopped', tmp_path / 'failed'
+    stopped.mkdir()
+    failed.mkdir()
+    flags = [*SMALL, '--config.checkpoint_every_steps=4', '--config.log_every_steps=1']
+    flags += ['--watchdog_seconds=5']  # several times as long as a step on a busy machine
+    with (
+        training(stopped, 'hang_loader:0:1', 2, flags) as (first, second),
+        # The interpreter's own end would wait for the read.
+        training(failed, f'hang_loader:0,fail_after_hang:{EPOCH - 1}', flags=SMALL) as (alone,),
+    ):
+        second.wait_for_text('hanging')
+        first.wait_for('reported', step=EPOCH - 1)  # while the last step of the epoch runs
+        first.signal(signal.SIGTERM)
+        assert [first.wait(), second.wait()] == [REQUEUE] * 2, first.text
+        assert alone.wait() == 1
+    assert '--watchdog_seconds' in first.text
+    assert steps(stopped) == [4]  # a whole checkpoint
+    assert 'RuntimeError: the disk is on fire' in alone.text
 
 
+@pytest.mark.full
 def test_a_run_that_reads_its_images_first_can_be_stopped(tmp_path):
-    with training(tmp_path, 'stalled_images:7', flags=[f'{PLACEMENT}device']) as (host,):
-        host.wait_for('starting')
-        time.sleep(1)
+    flags = ['--config.loader.placement=device']
+    with training(tmp_path, 'stalled_images:7', flags=flags) as (host,):
+        host.wait_for_text('hanging')
         host.signal(signal.SIGTERM)
-        assert host.wait(20) == REQUEUE, host.text
+        assert host.wait() == REQUEUE, host.text
     assert 'SIGTERM' in host.text and steps(tmp_path) == []
 
 
-def test_an_error_ends_a_process_of_which_a_read_stalls(tmp_path):
-    """The interpreter's own end would wait for that."""
-    flags = [f'{PLACEMENT}host', '--config.total.steps=200']
-    with training(tmp_path, 'hang_loader:0,fail:88', flags=flags) as (host,):
-        assert host.wait(45) == 1
-    assert 'RuntimeError: the disk is on fire' in host.text
-
-
-def test_a_process_that_compiles_half_a_minute_later_is_waited_for(tmp_path):
-    """gloo itself waits for 30 s."""
-    with training(tmp_path, 'slow_compile:40:1', 2) as started:
-        started[0].wait_for('reported', step=5, seconds=200)
-
-
-def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path):
+@pytest.mark.full
+def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path, monkeypatch):
     """The checkpoint never comes."""
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+    connections = []
+
+    def has_connected():
+        with contextlib.suppress(BlockingIOError):
+            connections.append(server.accept()[0])
+        return connections != []
+
     with socket.create_server(('127.0.0.1', 0)) as server:
         name = f'http://127.0.0.1:{server.getsockname()[1]}/stalled.npz#sha256={"0" * 64}'
-        command = [sys.executable, '-m', 'vit_jax.convert', name, str(tmp_path / 'out.npz')]
-        place = {'cwd': ROOT, 'env': environment() | {'VIT_JAX_CACHE': str(tmp_path)}}
-        run = subprocess.Popen(command, **place, stderr=subprocess.PIPE, text=True)
-        server.settimeout(60)
-        with server.accept()[0]:
-            time.sleep(0.5)
-            run.send_signal(signal.SIGINT)
-            assert run.wait(10) == EXIT_INTERRUPTED
-    assert run.stderr.read() == 'error: interrupted\n'
+        with hosts(tmp_path, ['vit_jax.convert', name, str(tmp_path / 'out.npz')]) as (host,):
+            server.setblocking(False)
+            host.wait_until(has_connected, 'a connection')
+            with connections[0] as connection:
+                connection.settimeout(KILL_AFTER)
+                assert connection.recv(1) == b'G'  # of GET: the program waits for an answer
+                host.signal(signal.SIGINT)
+                assert host.wait() == EXIT_INTERRUPTED
+    assert host.text.endswith('error: interrupted\n')
+
+
+def test_a_run_whose_log_is_removed_ends_with_a_sentence(tmp_path):
+    """The open file can still be written, and nobody would ever see the lines."""
+    arguments = {'steps': range(10), 'progress': {}, 'clock': Clock(), 'job': Job()}
+    reporter = Reporter(build_experiment(tiny.experiment()), tmp_path, **arguments)
+    reporter.record_metrics('test', 1, {'loss': 1.0}, '')
+    (tmp_path / 'metrics.jsonl').unlink()
+    with pytest.raises(MissingFile, match='metrics.jsonl was removed or renamed'):
+        reporter.record_metrics('test', 2, {'loss': 1.0}, '')

@@ -13,81 +13,97 @@ from vit_jax.models import Compute, Regularization, build
 from vit_jax.models.vit import Dense, drop_branch
 
 
-def by_the_paper(params, images, config):
-    """The logits and the taps of equations 1 to 4 and 6 to 8, in float64."""
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+def in_float64(params):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+
+def norm(x, layer, config):
+    x = x - x.mean(-1, keepdims=True) * (config.norm == 'layer')
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer_norm_epsilon)
+    return x * layer['scale'] + layer.get('bias', 0)
+
+
+def gelu(x, config):
+    if config.gelu == 'exact':
+        return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def dense(x, layer):
+    return x @ layer['kernel'] + layer['bias']
+
+
+def attention(x, y, layer, config):
+    """Attention of tokens x to tokens y: its weights, the outputs of its heads, its output."""
+    q, k, v = (
+        np.einsum('bnd,dhk->bnhk', tokens, layer[name]['kernel']) + layer[name].get('bias', 0)
+        for name, tokens in (('query', x), ('key', y), ('value', y))
+    )
+    if 'query_norm' in layer:
+        q, k = norm(q, layer['query_norm'], config), norm(k, layer['key_norm'], config)
+    weights = np.exp(np.einsum('bqhk,bnhk->bhqn', q, k) / math.sqrt(q.shape[-1]))
+    weights /= weights.sum(-1, keepdims=True)
+    heads = np.einsum('bhqn,bnhk->bqhk', weights, v)
+    out = np.einsum('bqhk,hkd->bqd', heads, layer['out']['kernel']) + layer['out']['bias']
+    return weights, heads, out
+
+
+def mlp(x, layer, config):
+    """The hidden units of an MLP, and its output."""
+    hidden = gelu(dense(x, layer['dense1']), config)
+    return hidden, dense(hidden, layer['dense2'])
+
+
+def tokens_by_the_paper(params, images, config):
+    """The taps of equations 1 to 4 and 6 to 8, in float64; the last one is `norm`."""
+    p = in_float64(params)
     (rows, columns), (ph, pw) = config.grid, config.patch_size
-
-    def norm(x, layer):
-        x = x - x.mean(-1, keepdims=True) * (config.norm == 'layer')
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer_norm_epsilon)
-        return x * layer['scale'] + layer.get('bias', 0)
-
-    def gelu(x):
-        if config.gelu == 'exact':
-            return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
-        return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-    def dense(x, layer):
-        return x @ layer['kernel'] + layer['bias']
-
-    def self_attention(x, layer):
-        q, k, v = (
-            np.einsum('bnd,dhk->bnhk', x, layer[name]['kernel']) + layer[name].get('bias', 0)
-            for name in ('query', 'key', 'value')
-        )
-        if config.qk_norm:
-            q, k = norm(q, layer['query_norm']), norm(k, layer['key_norm'])
-        weights = np.exp(np.einsum('bqhk,bnhk->bhqn', q, k) / math.sqrt(q.shape[-1]))
-        weights /= weights.sum(-1, keepdims=True)
-        heads = np.einsum('bhqn,bnhk->bqhk', weights, v)
-        out = np.einsum('bqhk,hkd->bqd', heads, layer['out']['kernel']) + layer['out']['bias']
-        return weights, heads, out
-
     x = np.asarray(images, np.float64).reshape(len(images), rows, ph, columns, pw, -1)
     patches = x.swapaxes(2, 3).reshape(len(images), rows * columns, -1)
     z = patches @ p['embedding']['kernel'].reshape(-1, config.width) + p['embedding']['bias']
-    if config.pool == 'cls':
-        z = np.concatenate([np.tile(p['cls'], (len(z), 1, 1)), z], axis=1)
-    z = z + p['pos_embedding']
+    classes = [np.tile(p[name], (len(z), 1, 1)) for name in ('cls', 'dist') if name in p]
+    z = np.concatenate([*classes, z], axis=1) + p['pos_embedding']
+    if config.registers:
+        registers = np.tile(p['registers'], (len(z), 1, 1))
+        z = np.concatenate([z[:, : len(classes)], registers, z[:, len(classes) :]], axis=1)
     taps, blocks = {'embedding': z}, []
     for layer in range(config.depth):
         block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], p['encoder']['block'])
-        seen = {'norm1': norm(z, block['norm1'])}
-        weights, heads, out = self_attention(seen['norm1'], block['attention'])
+        seen = {'norm1': norm(z, block['norm1'], config)}
+        weights, heads, out = attention(seen['norm1'], seen['norm1'], block['attention'], config)
         seen |= {'attention/weights': weights, 'attention/heads': heads, 'attention/out': out}
         seen['attention/residual'] = z, out
         z = z + out
         if not config.parallel:
-            seen['norm2'] = norm(z, block['norm2'])
-        hidden = gelu(dense(seen.get('norm2', seen['norm1']), block['mlp']['dense1']))
-        out = dense(hidden, block['mlp']['dense2'])
+            seen['norm2'] = norm(z, block['norm2'], config)
+        hidden, out = mlp(seen.get('norm2', seen['norm1']), block['mlp'], config)
         seen |= {'mlp/hidden': hidden, 'mlp/out': out, 'mlp/residual': (z, out)}
         z = z + out
         blocks.append(seen | {'tokens': z})
     taps |= jax.tree.map(lambda *leaves: np.stack(leaves), *blocks)
-    taps['norm'] = norm(z, p['encoder']['norm'])
-    y = taps['norm'][:, 0] if config.pool == 'cls' else taps['norm'].mean(1)
-    if config.representation_size:
-        y = np.tanh(dense(y, p['pre_logits']))
-    return dense(y, p['head']), taps
+    return taps | {'norm': norm(z, p['encoder']['norm'], config)}
 
 
 @pytest.mark.parametrize(
     'changes',
     [
         {},
-        {'pool': 'gap', 'gelu': 'exact', 'layer_norm_epsilon': 1e-2},
+        {'registers': 2, 'gelu': 'exact', 'layer_norm_epsilon': 1e-2},
         {'representation_size': 5, 'image_size': (6, 12), 'patch_size': (2, 3)},
         {'qk_norm': True},
         {'parallel': True, 'qk_norm': True, 'norm': 'rms', 'qkv_bias': False},
     ],
 )
 def test_logits_and_all_intermediates_follow_the_equations_of_the_paper(changes):
+    """Of models with a class token; test_pooling.py has the others."""
     config = tiny.model(**changes)
     model, params = tiny.built(config)
     images = tiny.images(config=config)
-    expected, taps = by_the_paper(params, images, config)
+    taps, p = tokens_by_the_paper(params, images, config), in_float64(params)
+    expected = taps['norm'][:, 0]
+    if config.representation_size:
+        expected = np.tanh(dense(expected, p['pre_logits']))
+    expected = dense(expected, p['head'])
     logits, seen = jax.jit(model.capture, static_argnums=2)(params, images, tuple(taps))
     found = {'logits': logits, 'without capture': jax.jit(model.apply)(params, images)} | seen
     for name, array in ({'logits': expected, 'without capture': expected} | taps).items():

@@ -21,10 +21,9 @@ DEPTH, RATE = 12, 0.5
 SHAPES = abstract_params(tiny.model(depth=DEPTH, width=64, mlp_dim=128))
 PARAMS, GRADIENT = tiny.random_params(SHAPES), tiny.random_params(SHAPES, scale=0.01)
 BACKBONE = Backbone(blocks=(1, 1), width=32)
-QUERY, OUT, DENSE, CONVOLUTION = (
+QUERY, OUT, CONVOLUTION = (
     'encoder/block/attention/query/kernel',
     'encoder/block/attention/out/kernel',
-    'encoder/block/mlp/dense2/kernel',
     'backbone/stage2/unit1/conv2/kernel',
 )
 
@@ -39,7 +38,7 @@ def two_updates(optimizer, params, gradient):
 
 
 @pytest.mark.full
-def test_each_matrix_moves_as_by_optax_alone_and_the_rest_as_by_adam():
+def test_kernels_of_other_shapes_move_as_their_matrices_by_optax_alone():
     """In float64: the iterations multiply rounding of small singular values by up to 480."""
     shapes = abstract_params(tiny.model(width=64, patch_size=(1, 1), backbone=BACKBONE))
     optimizer = make_optimizer(
@@ -50,15 +49,12 @@ def test_each_matrix_moves_as_by_optax_alone_and_the_rest_as_by_adam():
         params, gradient = (jax.tree.map(np.float64, tree) for tree in (params, gradient))
         found = named_leaves(two_updates(optimizer, params, gradient))
         gradients = named_leaves(gradient)
-        for name, index in ((QUERY, 0), (OUT, 1), (DENSE, 1), (CONVOLUTION, ...)):
+        for name, index in ((QUERY, 0), (OUT, 1), (CONVOLUTION, ...)):
             outputs = gradients[name].shape[-1] if name != QUERY else 64
             matrix = gradients[name][index].reshape(-1, outputs)
             single = optax.contrib.muon(RATE, consistent_rms=0.2, mu_dtype='float32')
             expected = two_updates(single, matrix, matrix).reshape(found[name][index].shape)
             np.testing.assert_allclose(found[name][index], expected, atol=1e-6)
-        head = gradients['head/kernel']
-        expected = two_updates(optax.adam(RATE, mu_dtype='float32'), head, head)
-        np.testing.assert_allclose(found['head/kernel'], expected, atol=1e-6)
 
 
 def lower_update(**sizes):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
@@ -43,6 +44,7 @@ NAMES = (
     'probes',
     'training_data',
 )
+_DOCSTRING = re.compile(r'\S[^(]* \([^)]+\)\.\s.+', re.DOTALL)  # TITLE (SOURCE). TEXT
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # yields the items, shows progress
 Numbers = dict[str, np.ndarray]
 
@@ -73,8 +75,14 @@ class Figure:
 
 
 def find_figure(name: str) -> Figure:
-    """Imports the module of a figure and returns its FIGURE."""
+    """Imports the module of a figure and returns its FIGURE.
+
+    Raises UserError if its docstring has another form.
+    """
     figure: Figure = importlib.import_module(f'vit_jax.figures.{name}').FIGURE
+    start = figure.docstring.partition('\n')[0]
+    wrong = f'figures/{name}.py: docstring {start!r}; expected TITLE (SOURCE). TEXT'
+    require(_DOCSTRING.fullmatch(figure.docstring) is not None, wrong)
     return figure
 
 

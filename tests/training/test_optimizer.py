@@ -60,6 +60,15 @@ def test_decays_are_their_formulas():
     np.testing.assert_allclose(found, [1, 1.5**-0.5, 2**-0.5, 3**-0.5], rtol=1e-6)
 
 
+def test_the_decay_is_between_the_warmup_and_the_last_step():
+    steps = [20, 60, 100]
+    np.testing.assert_allclose(rates(steps, kind='cosine', warmup=20), [1, 0.5, 0], atol=1e-7)
+    found = rates(steps, kind='linear', warmup=20, linear_end=0.2)
+    np.testing.assert_allclose(found, [1, 0.6, 0.2], rtol=1e-6)
+    found = rates(steps, kind='rsqrt', warmup=20, rsqrt_timescale=40)
+    np.testing.assert_allclose(found, [1, 2**-0.5, 3**-0.5], rtol=1e-6)
+
+
 def test_a_timescale_of_no_step_is_refused():
     with pytest.raises(UserError, match='rsqrt_timescale.examples=4: expected at least one step'):
         rates([0], kind='rsqrt', rsqrt_timescale=Duration(examples=4))

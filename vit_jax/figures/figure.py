@@ -80,9 +80,9 @@ def find_figure(name: str) -> Figure:
     Raises UserError if its docstring has another form.
     """
     figure: Figure = importlib.import_module(f'vit_jax.figures.{name}').FIGURE
-    start = figure.docstring.partition('\n')[0]
-    wrong = f'figures/{name}.py: docstring {start!r}; expected TITLE (SOURCE). TEXT'
-    require(_DOCSTRING.fullmatch(figure.docstring) is not None, wrong)
+    if not _DOCSTRING.fullmatch(figure.docstring):
+        start = figure.docstring.partition('\n')[0]
+        raise UserError(f'figures/{name}.py: docstring {start!r}; expected TITLE (SOURCE). TEXT')
     return figure
 
 

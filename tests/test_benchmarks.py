@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import device, fault_injection
+from benchmarks import device, device_parts, fault_injection
 from benchmarks.communication import Traffic, count_sent_bytes, minimum_sent_bytes
 from benchmarks.device import LIMITS, Results
 from benchmarks.fault_injection import Outcome
@@ -54,6 +54,23 @@ def test_every_part_measures_something(tmp_path):
     assert [line['name'] for line in parts['files'][1:]] == ['threads']
     assert [line['step'] for line in parts['cifar10']] == 2 * [3, 6]
     assert all(0 < error < 0.02 for line in parts['attention'] for error in line['errors'])
+
+
+def test_attention_in_bfloat16_is_compared_with_exact_products(monkeypatch):
+    """GPUs would otherwise round the operands of float32 products."""
+    precisions, original = {}, device_parts.attention_and_gradients
+
+    def recording(kind):
+        def call(*inputs):
+            used = precisions.setdefault(inputs[0].dtype.name, set())
+            used.add(jax.default_matmul_precision.value)
+            return original(kind)(*inputs)
+
+        return call
+
+    monkeypatch.setattr(device_parts, 'attention_and_gradients', recording)
+    device_parts.part_attention({})
+    assert precisions == {'float32': {'highest'}, 'bfloat16': {None}}
 
 
 @pytest.mark.nightly

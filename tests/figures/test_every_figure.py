@@ -63,7 +63,13 @@ def stored(numbers):
         return dict(again)
 
 
-@pytest.mark.parametrize('name', NAMES)
+# Gradients of every layer take long to trace.
+SLOW = 'receptive_fields'
+
+
+@pytest.mark.parametrize(
+    'name', [pytest.param(n, marks=pytest.mark.full) if n == SLOW else n for n in NAMES]
+)
 def test_a_figure_draws_any_models_or_says_why_not_and_its_text_can_be_read(name, monkeypatch):
     figure, written, draw = find_figure(name), [], Text.draw
 
@@ -93,9 +99,8 @@ def test_a_figure_has_a_title_a_source_and_one_row_in_the_documentation(name):
     figure = find_figure(name)
     assert figure.title and figure.caption
     row, count = f'| `{name}` | CONTENT | SOURCE |', rows().count(name)
-    assert count == 1, (
-        f'{name}: {count} rows in the table of docs/visualize.md; expected one, {row}'
-    )
+    wrong = f'{name}: {count} rows in the table of docs/visualize.md; expected one, {row}'
+    assert count == 1, wrong
 
 
 def rows():

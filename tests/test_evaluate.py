@@ -81,7 +81,9 @@ def test_every_number_is_the_one_that_the_logits_give(tmp_path):
     taken = found['confusions'][0]
     true, wrong = names.index(taken['class']), names.index(taken['predicted'])
     assert taken['images'] == ((labels == true) & (predicted == wrong)).sum() > 0
-    assert sum(one['images'] for one in found['confusions']) == (labels != predicted).sum()
+    counts = [one['images'] for one in found['confusions']]
+    assert sum(counts) == (labels != predicted).sum()
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1]
 
 
 def logits_of(network, count):

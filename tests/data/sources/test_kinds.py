@@ -181,7 +181,7 @@ def test_images_and_labels_are_those_that_were_written(source):
     np.testing.assert_array_equal(source.labels, labels)
 
 
-def test_many_threads_read_what_one_reads(source, monkeypatch):
+def test_many_threads_read_what_one_reads(source):
     alone = [source.read(i) for i in range(len(source))]
     indices = np.random.default_rng(0).integers(0, len(source), 1000).tolist()
     before = sys.getswitchinterval()

@@ -59,18 +59,30 @@ def pytest_configure(config):
 
 # The longest files first, so that all workers end together: by CPU seconds.
 LONGEST = [
-    'test_documentation.py',
     'experiment/test_training_run.py',
+    'test_documentation.py',
     'laws/test_training.py',
     'test_benchmarks.py',
-    'studies/test_planned_runs.py',
     'test_gpu_programs.py',
+    'test_torch_references.py',
+    'studies/test_planned_runs.py',
+    'test_configs.py',
+    'test_fields.py',
     'experiment/test_hosts.py',
     'experiment/test_buckets.py',
+    'distributed/test_processes.py',
+    'experiment/test_stopping.py',
 ]
 # Files whose tests share nothing: each test may run in any worker. Other files run in one worker,
 # which compiles what their tests share once.
-INDEPENDENT = {'tests/test_documentation.py', 'tests/test_benchmarks.py'}
+INDEPENDENT = {
+    'tests/test_benchmarks.py',
+    'tests/test_configs.py',
+    'tests/test_documentation.py',
+    'tests/test_gpu_programs.py',
+    'tests/test_torch_references.py',
+    'tests/studies/test_planned_runs.py',
+}
 
 
 class Scheduling(xdist.scheduler.LoadScopeScheduling):

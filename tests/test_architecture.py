@@ -97,7 +97,7 @@ assert not {"tensorflow", "torch", "requests", "huggingface_hub"} & {*sys.module
     subprocess.run([sys.executable, '-c', program], check=True, cwd=PACKAGE.parent, timeout=120)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_program_runs_as_a_file(tmp_path):
     """It finds the modules next to it before those of the standard library."""
     assert not {path.stem for path in PACKAGE.iterdir()} & sys.stdlib_module_names

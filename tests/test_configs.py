@@ -59,7 +59,7 @@ def traced():
         file, program = name.partition(':')[0], program_of(name)
         if file in files and program in programs:
             continue
-        mark = pytest.mark.nightly if file in files else pytest.mark.full
+        mark = pytest.mark.nightly if file in files else pytest.mark.gate
         yield pytest.param(name, marks=[] if name in quick else mark)
         files.add(file)
         programs.add(program)

@@ -19,7 +19,7 @@ def asked(folder, *flags, count=1, **more):
         return codes, ''.join(host.text for host in started)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_doctor_does_what_a_training_does_before_it_compiles(tmp_path):
     workdir = f'--workdir={tmp_path / "run"}'
     codes, text = asked(tmp_path, TINY, workdir, '--config.seed=3', '--watchdog_seconds=60')
@@ -51,7 +51,7 @@ def test_the_doctor_names_the_extra_that_a_gpu_needs(tmp_path, driver):
     assert codes == [1] and "pip install 'vit_jax[cuda]'" in text, text
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_doctor_tries_a_bucket_with_and_without_an_experiment(bucket, tmp_path):
     workdir = '--workdir=gs://bucket/run'
     codes, text = asked(tmp_path, workdir)
@@ -66,7 +66,7 @@ def test_the_doctor_tries_a_bucket_with_and_without_an_experiment(bucket, tmp_pa
     assert codes == [1] and 'as the test wants it' in text  # the bucket names the permission
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_doctor_finds_that_a_checkpoint_does_not_fit(tmp_path):
     vit_jax.save(networks.loaded(tiny.model(depth=4)), tmp_path / 'deeper.npz')
     codes, text = asked(tmp_path, TINY, f'--config.start_from={tmp_path}/deeper.npz')
@@ -74,7 +74,7 @@ def test_the_doctor_finds_that_a_checkpoint_does_not_fit(tmp_path):
     assert '\nstep        ' in text  # model and update fit
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_doctor_compares_the_trainings_of_two_hosts(tmp_path):
     flags = [f'--workdir={tmp_path / "0"}'], [f'--workdir={tmp_path / "1"}']
     codes, text = asked(tmp_path, TINY, count=2, each=flags.__getitem__)

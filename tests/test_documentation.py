@@ -226,7 +226,7 @@ START = [ROOT / 'docs/getting_started.md', ROOT / 'README.md']
 RUNS = [ROOT / f'docs/{page}.md' for page in ('evaluation', 'fault_tolerance', 'metrics')]
 OTHERS = [[page] for page in (*PAGES, *NOTEBOOKS) if page not in (*START, *RUNS)]
 GROUPS = [
-    pytest.param(START, marks=pytest.mark.full),
+    pytest.param(START, marks=pytest.mark.gate),
     *(pytest.param(pages, marks=pytest.mark.nightly) for pages in (RUNS, *OTHERS)),
 ]
 

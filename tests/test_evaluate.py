@@ -44,7 +44,7 @@ def result(folder):
     return json.loads((folder / 'evaluation.json').read_text())
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_every_number_is_the_one_that_the_logits_give(tmp_path):
     """Of a network whose classes are those of the data in another order, in two extra classes."""
     names = ('x', *NAMES[::-1], 'y')
@@ -165,7 +165,7 @@ def test_outputs_that_are_not_finite_are_an_error():
         head.evaluate_head(network, reader, batch_size=8)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_other_labels_count_any_that_is_right(tmp_path):
     network = loaded(tiny.model(), class_names=NAMES)
     path, out = saved(tmp_path, network), tmp_path / 'out'
@@ -227,7 +227,7 @@ def test_wordnet_ids_are_those_of_the_network_whose_names_are_imagenets():
         head.match_classes(data_of(ids[:1]), network_with(2, ('a', 'b')), by_order=False)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(tmp_path, capsys):
     data = tmp_path / 'data'
     for label in range(3):

@@ -177,7 +177,7 @@ def before(config):
     return _BEFORE[name]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize(
     'field, value, config', CHANGES, ids=lambda value: value if isinstance(value, str) else ''
 )
@@ -186,7 +186,7 @@ def test_another_value_is_another_program_or_batch(field, value, config):
     assert any(one != other for one, other in itertools.zip_longest(after, before(config)))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_same_values_are_the_same_programs_and_batches():
     """Of what is compared above: nothing in it is new each time."""
     assert [*effects(base())] == [*effects(base())]

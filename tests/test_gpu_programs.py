@@ -38,7 +38,7 @@ def compile_for_a_gpu(*names):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @needs_compiler
 def test_the_training_step_of_b16_compiles_for_a_gpu():
     compile_for_a_gpu(FIRST)

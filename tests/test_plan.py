@@ -71,7 +71,7 @@ def test_axes_may_share_a_side_of_the_torus(name, data, fsdp):
 
 
 @needs_compiler
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
     """The one deliberate failure: 16 M images in one step, of which the compiler says the size."""
     with pytest.raises(DoesNotFitError) as error:
@@ -80,7 +80,7 @@ def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
 
 
 @needs_compiler
-@pytest.mark.full
+@pytest.mark.gate
 def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
     block = memory_plan.compile_step(task(compute=Compute(remat='block')), slice_of_eight)
     assert whole.peak > 1.5 * block.peak
@@ -88,7 +88,7 @@ def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
 
 
 @needs_compiler
-@pytest.mark.full
+@pytest.mark.gate
 def test_fsdp_splits_the_state_and_leaves_the_activations_split(whole, slice_of_eight):
     """Left alone, the compiler gathers the batch on every chip, which takes several times more."""
     mesh = MeshConfig(fsdp=8, fsdp_min_mb=0.0)
@@ -120,7 +120,7 @@ def test_the_first_policy_that_fits_is_found(monkeypatch, batch_size, expected):
     assert all(isinstance(result, DoesNotFitError) for _, result in tried[:-1])
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @needs_compiler
 def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
     command = [sys.executable, '-m', 'vit_jax.plan', '--config=tests/tiny_config.py']

@@ -97,7 +97,7 @@ def test_a_table_says_its_encoding_to_excel(tmp_path):
         assert (tmp_path / form).read_bytes() == mark + 'Straßenbahn caf'.encode() + b'\xe9\n'
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_reader_that_has_seen_enough_ends_it_quietly_and_a_file_is_written_whole(tmp_path):
     vit_jax.save(loaded(tiny.model(), loss='sigmoid'), tmp_path / 'net', 'vit_jax')
     (tmp_path / 'photos').mkdir()

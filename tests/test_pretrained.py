@@ -131,7 +131,7 @@ def wider(count): return nn.Sequential([nn.Dense(6), nn.gelu, nn.Dense(count)])
 """
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_custom_head_is_trained_from_a_checkpoint_and_given_again_to_use_it(tmp_path, capsys):
     file = tmp_path / 'mine.py'
     file.write_text(OWN_HEAD)
@@ -185,7 +185,7 @@ def test_a_network_is_compared_pickled_and_a_key(tmp_path):
     assert again == one and repr(again) == repr(one)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_network_is_used_under_jit_vmap_and_grad():
     network, images = loaded(tiny.model()), tiny.images()
     logits = network.logits(images)
@@ -198,7 +198,7 @@ def test_a_network_is_used_under_jit_vmap_and_grad():
     assert network.logits(images - 1e-2 * gradient)[:, 0].sum() < logits[:, 0].sum()
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_network_computes_in_bfloat16_if_told_to(tmp_path):
     path, images = saved(tmp_path, tiny.model()), np.asarray(tiny.images())
     exact, rounded = (vit_jax.load(path, dtype=d).logits(images) for d in ('float32', 'bfloat16'))
@@ -232,7 +232,7 @@ def test_a_resnet_has_no_patches_to_resize(tmp_path):
         vit_jax.load(saved(tmp_path, RESNET), patch_size=8)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_probabilities_follow_the_loss_of_the_training(tmp_path):
     images = np.asarray(tiny.images())
     for loss in None, 'softmax', 'sigmoid', 'my.module:loss':
@@ -300,7 +300,7 @@ def test_a_configuration_without_a_needed_hint_is_told_its_field(tmp_path):
         training_run.train(config, str(tmp_path))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_resnet_is_trained_and_saved(tmp_path):
     small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
     config = tiny.experiment(model=small, total=Duration(steps=3))
@@ -344,7 +344,7 @@ def test_a_network_with_other_parameters_computes_with_them():
         network.with_params({k: v for k, v in doubled.items() if k != 'embedding'})
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_predict_names_what_it_cannot_read(tmp_path, capsys):
     path, folder = saved(tmp_path, tiny.model()), photos(tmp_path)
     (tmp_path / 'photos' / '2.png').write_bytes(b'no image')
@@ -366,7 +366,7 @@ def test_predict_names_what_it_cannot_read(tmp_path, capsys):
         run(predict, path, f'{folder}/0.pgn')
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_convert_writes_prints_and_does_not_overwrite(tmp_path, capsys):
     source, target = reference.path('timm_token_nonsquare'), tmp_path / 'x.npz'
     arguments = '--format=google', '--num_heads=3', '--grid=4,6'

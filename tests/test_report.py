@@ -58,7 +58,7 @@ def cells(page):
     return [html.unescape(' | '.join(re.findall('<t[hd][^>]*>(.*?)</t', row))) for row in rows]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_page_has_results_curves_events_and_differences(tmp_path):
     one = run_of(tmp_path / 'a' / 'run', batch_size=16)
     two = run_of(tmp_path / 'b' / 'run', batch_size=32)

@@ -48,7 +48,7 @@ def output(folder, *flags):
     return process.returncode, text.splitlines()
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_run_that_fails_is_named_and_the_others_continue_and_are_not_repeated(tmp_path):
     code, lines = output(tmp_path)
     assert code == 1
@@ -71,7 +71,7 @@ def test_a_run_that_fails_is_named_and_the_others_continue_and_are_not_repeated(
     assert lines[1].startswith('# tune/no-a-seed0: train/no-seed0 ')
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_signal_to_the_study_stops_the_training_which_saves(tmp_path):
     flags = '--config.base.total.steps=100000', '--only=train/gap'
     process = program(tmp_path, *flags)

@@ -30,7 +30,7 @@ def text_of(folder):
     return ' '.join(html.unescape(re.sub('<[^>]*>', ' ', page)).split())
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('count', [1, 6])
 def test_photos_of_any_size_without_labels_one_of_which_is_broken(count, tmp_path, capsys):
     """Figures that need labels or several images are left out, with the reason."""
@@ -53,7 +53,7 @@ def test_photos_of_any_size_without_labels_one_of_which_is_broken(count, tmp_pat
     assert (out / 'cka.png').exists() == (count > 1)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_network_that_computes_nan_is_named(tmp_path):
     network = loaded(tiny.model())
     leaf = tree_names.named_leaves(network.params)['encoder/block/norm2/bias'].copy()

@@ -51,7 +51,7 @@ def flip(path, position):
     path.write_bytes(data)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_each_of_a_hundred_flipped_bits_is_noticed_and_its_file_named(run):
     """Bits drawn from all bytes of a checkpoint, arrays and descriptions."""
     verify_digests(run.checkpoint)
@@ -124,7 +124,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_with_a_warning(r
     verify_digests(folder / '10')
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_run_without_a_sound_checkpoint_stops_until_the_damaged_ones_are_removed(copy):
     for step in '5', '10':
         flip(files(copy / 'checkpoints' / step / 'params')[0], 0)
@@ -136,7 +136,7 @@ def test_a_run_without_a_sound_checkpoint_stops_until_the_damaged_ones_are_remov
     assert store.quarantine_damaged(copy) == []
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_run_resumes_after_it_was_copied_to_a_bucket_and_back(run, tmp_path, bucket, caplog):
     remote, back = storage.resolve_folder('gs://bucket/run'), tmp_path / 'back'
     for path in files(run.folder):
@@ -152,7 +152,7 @@ def test_a_run_resumes_after_it_was_copied_to_a_bucket_and_back(run, tmp_path, b
     assert 'damaged' not in caplog.text
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_kill_at_any_file_operation_of_a_save_leaves_a_checkpoint_to_restore(tmp_path):
     """Killed at each operation of one save and of the removal of the oldest, one after another."""
     done = subprocess.run(

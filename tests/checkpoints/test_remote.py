@@ -338,8 +338,8 @@ def twins(folder):
     [
         'augreg:S/16',
         'vit:L/16',
-        pytest.param('augreg:Ti/16-in21k', marks=pytest.mark.full),
-        pytest.param('vit:B/16-224', marks=pytest.mark.full),
+        pytest.param('augreg:Ti/16-in21k', marks=pytest.mark.gate),
+        pytest.param('vit:B/16-224', marks=pytest.mark.gate),
     ],
 )
 def test_a_published_name_is_the_same_network_from_each_address(

@@ -79,7 +79,7 @@ def test_the_newest_are_kept_and_what_a_killed_process_left_is_removed(saved):
     assert sorted(os.listdir(folder / 'checkpoints')) == ['2', '4']
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_best_is_kept_on_a_bucket_with_the_newest_until_another_is(bucket):
     folder = storage.resolve_folder('gs://bucket/run')
     checkpoints, kept = store.Checkpoints(folder, keep=1), []
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_read_and_resumed_whatever_the_name_of_its_folder(tmp_pa
     assert all({folder, alone} & {*path.parents} for path in files)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_disk_never_holds_more_than_one_checkpoint_above_the_kept_ones(tmp_path):
     folder, counts, done = tmp_path / 'checkpoints', set(), threading.Event()
     checkpoints = store.Checkpoints(tmp_path, keep=2)

@@ -120,7 +120,7 @@ def test_too_little_memory_on_a_device_is_one_line_with_what_needs_less(monkeypa
     assert '--config.compute.remat=block' in text
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_missing_platform_is_one_sentence(monkeypatch):
     monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
     code, _, err = said('--config=tests/tiny_config.py', '--workdir=/no/where')
@@ -194,7 +194,7 @@ def test_an_error_of_the_configuration_is_one_line(tmp_path, monkeypatch, capsys
         assert out == '' and err.startswith('error: ') and name in err and err.count('\n') == 1
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_directory_of_another_run_is_rejected_with_the_flag_that_accepts_it(tmp_path):
     probe = (
         '--config=configs/fewshot/linear.py',

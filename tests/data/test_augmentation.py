@@ -70,7 +70,7 @@ def test_each_image_is_moved_by_its_own_whole_pixels():
     assert len(corners) > 15  # of 25
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_an_example_changes_alike_in_every_batch_and_otherwise_in_every_epoch():
     config = Augmentation(shift_pixels=2, flip=True, randaugment=RandAugment(layers=2), erasing=0.5)
     config = dataclasses.replace(config, three_augment=True, color_jitter=0.3)
@@ -117,7 +117,7 @@ def test_an_image_and_its_label_are_mixed_with_the_neighbor_alike(kinds):
     assert least <= whole_values.sum() <= most
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_an_image_that_could_not_be_read_is_mixed_into_none():
     partly = batch(plain_images())
     partly['mask'] = partly['mask'].at[4].set(False)

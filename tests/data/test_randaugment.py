@@ -120,7 +120,7 @@ def test_magnitude_zero_is_at_its_strongest_for_two_operations():
     np.testing.assert_array_equal(operated('solarize', 0), 255 - PHOTO)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_every_operation_is_drawn_and_each_layer_draws_its_own():
     config = RandAugment(layers=1, magnitude=9.0)
     keys = jax.random.split(jax.random.key(1), 300)

@@ -47,7 +47,7 @@ def trained(mesh: MeshConfig, devices: int, dropout: float):
     return initial, np.array(losses), sizes
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize(
     'shape, dropout',
     [

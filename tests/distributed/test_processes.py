@@ -45,8 +45,8 @@ def test_a_job_within_another_program_is_alone():
 @pytest.mark.parametrize(
     'count, signals, code',
     [
-        pytest.param(1, [signal.SIGINT], EXIT_INTERRUPTED, marks=pytest.mark.full),
-        pytest.param(2, [signal.SIGHUP], REQUEUE, marks=pytest.mark.full),
+        pytest.param(1, [signal.SIGINT], EXIT_INTERRUPTED, marks=pytest.mark.gate),
+        pytest.param(2, [signal.SIGHUP], REQUEUE, marks=pytest.mark.gate),
         pytest.param(
             4, [signal.SIGHUP, signal.SIGTERM, signal.SIGHUP], REQUEUE, marks=pytest.mark.nightly
         ),
@@ -65,7 +65,7 @@ def test_signals_to_some_processes_stop_all_after_the_same_step(count, signals, 
     assert 5 <= int(saved[0].split()[-1]) < STEPS - 1  # not because the run was complete
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_second_ctrl_c_ends_all_although_one_process_does_not_answer(tmp_path):
     with running(tmp_path, 'ms:1000000', count=3) as started:  # a step that never ends
         started[0].wait_for_text('step 0\n')
@@ -90,7 +90,7 @@ HANGS = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_watchdog_ends_a_hang_or_a_suspension_and_each_step_resets_it(tmp_path):
     """With stacks; also a process that keeps the interpreter's lock, and one after Ctrl-C.
 
@@ -126,7 +126,7 @@ def test_a_hang_before_the_processes_agree_ends_all(tmp_path):
     assert '--watchdog_seconds' in first.text and 'in hang' in second.text
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_where_a_process_is_missing_killed_or_suspended_the_others_ask_for_a_restart(tmp_path):
     """Killed in a sum of all devices, or while each computes alone."""
     # Seconds: no process needs them, as the third one does not come.
@@ -151,7 +151,7 @@ def test_where_a_process_is_missing_killed_or_suspended_the_others_ask_for_a_res
     assert all('UNAVAILABLE' in last_line(host) for host in unreachable)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_process_that_fails_tells_the_others_why(tmp_path):
     """Facts that differ are found before any device is used, and would differ again."""
     seeds = {index: [f'--seed={index}'] for index in (0, 1)}
@@ -166,14 +166,14 @@ def test_a_process_that_fails_tells_the_others_why(tmp_path):
     assert 'step' not in differing[0].text
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_signal_that_the_program_handles_itself_stops_nothing(tmp_path):
     with running(tmp_path, 'usr1:5', 'steps:10', count=1) as (host,):
         assert host.wait() == 0
     assert 'step 9\n' in host.text
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_signal_before_connecting_ends_all(tmp_path):
     with running(tmp_path, each=lambda index: ['--late'] * index) as started:
         started[1].wait_for_text('not connecting')

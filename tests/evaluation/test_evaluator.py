@@ -116,7 +116,7 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_training_and_evaluate_report_what_the_logits_give(tmp_path):
     """Of one evaluation with the labels of the data, and one that has other labels."""
     opened = make_opener()

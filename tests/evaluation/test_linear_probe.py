@@ -78,7 +78,7 @@ def test_images_that_cannot_be_read_do_not_count():
         np.testing.assert_allclose(ours, theirs, atol=1e-6)  # sums of another length
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_test_set_does_not_choose_the_head():
     train = make_reader(IMAGES, LABELS)
     probe, params = make_probe(train)

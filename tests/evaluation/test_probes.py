@@ -60,7 +60,7 @@ def test_logistic_weights_are_scikit_learns():
     assert found.accuracy == pytest.approx(reference.score(test, TEST.labels), abs=1 / 300)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_strength_is_chosen_on_a_part_of_the_training_images():
     """Many useless features: only strong regularization generalizes."""
     rng = np.random.default_rng(0)
@@ -77,7 +77,7 @@ def test_the_strength_is_chosen_on_a_part_of_the_training_images():
     assert chosen == probes.evaluate_logistic(*data, LogisticConfig(l2=(300.0,)))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_fit_that_was_stopped_says_so():
     config = LogisticConfig(l2=(1.0,), max_iterations=3, tolerance=1e-9)
     found = probes.evaluate_logistic(TRAIN, TEST, config)

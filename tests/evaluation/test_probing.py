@@ -44,7 +44,7 @@ def evaluate(source, features_of=pixels_of, test=None, **values):
     return probing.evaluate(features_of, probes, Preprocessing())
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_every_set_has_its_result_and_one_that_is_missing_is_named(tmp_path, caplog):
     sets = {
         'first': ProbeSet(train_split='train[:300]', test_split='test[:50]'),
@@ -100,7 +100,7 @@ RNG = np.random.default_rng(0)
 IMAGES, LABELS = RNG.integers(0, 256, (60, 8, 8), np.uint8), np.repeat([0, 1, 2], 20)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_options_reach_the_probes_and_a_fit_that_was_stopped_is_noted():
     source, drawn = labeled(IMAGES, LABELS), dataclasses.replace(EPISODES, classifier='ridge')
     drawn = dataclasses.replace(drawn, ways=3, shots=(5,))
@@ -115,7 +115,7 @@ def test_options_reach_the_probes_and_a_fit_that_was_stopped_is_noted():
         assert len(result['notes']) == count and result['logistic']['converged'] == (count == 0)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_images_that_cannot_be_read_are_left_out_of_all_probes():
     broken, whole = [3, 40], np.delete(np.arange(60), [3, 40])
     source, rest = (labeled(IMAGES[i], LABELS[i]) for i in (np.arange(60), whole))

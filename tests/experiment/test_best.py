@@ -34,7 +34,7 @@ def kept(result):
     return sorted(map(int, os.listdir(result.folder / 'checkpoints')))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_run_without_improvement_is_complete_also_if_it_was_killed(tmp_path):
     """It names its best step, stops again when it is repeated, and continues with more patience."""
     whole = training_run.train(experiment(), str(tmp_path / 'whole'))

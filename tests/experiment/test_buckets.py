@@ -17,7 +17,7 @@ from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import load_card
 from vit_jax.distributed.processes import REQUEUE
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.gate
 STORE = 'gs://bucket/of'
 LEASE = 4000  # milliseconds
 

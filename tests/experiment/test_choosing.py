@@ -33,7 +33,7 @@ def suffices(memory, *arguments, **changes):
     return choice(memory, *arguments, **changes).remat == 'none'
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_device_needs_memory_for_all_that_an_optimizer_keeps():
     """AdamW has two moments of each parameter, momentum one; an average and a sum are others."""
     array = 4 * count_params(MODEL)
@@ -50,7 +50,7 @@ def test_a_device_needs_memory_for_all_that_an_optimizer_keeps():
         assert not suffices(needed - 2, optimizer, **changes), changes
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('dtype, size', [('float32', 4), ('bfloat16', 2)])
 def test_a_teacher_takes_memory_in_the_type_of_the_training(dtype, size):
     teacher, changes = networks.loaded(tiny.model()), {'compute': Compute(dtype=dtype)}

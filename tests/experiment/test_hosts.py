@@ -102,7 +102,7 @@ PHASES = {
 @pytest.mark.parametrize(
     'count, phases',
     [
-        pytest.param(2, ['save'], marks=pytest.mark.full),
+        pytest.param(2, ['save'], marks=pytest.mark.gate),
         pytest.param(2, ['start', 'compile', 'evaluate'], marks=pytest.mark.nightly),
         pytest.param(1, ['start', 'compile', 'save', 'evaluate'], marks=pytest.mark.nightly),
     ],
@@ -140,7 +140,7 @@ def test_sigterm_stops_all_after_one_step_and_the_run_resumes_to_the_same_bits(
         assert lines == expected_lines
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_an_evaluation_of_two_processes_counts_every_readable_image_once(whole):
     """Compared with the logits of the saved model, outside of any run."""
     folder, test = whole(2)(), make_opener()('digits', 'test')
@@ -155,7 +155,7 @@ def test_an_evaluation_of_two_processes_counts_every_readable_image_once(whole):
         assert round(line['accuracy'] * line['count'], 6) == right[:n].sum()
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_all_wait_for_a_process_that_compiles_and_its_stop_saves_nothing(tmp_path):
     """They wait before the first collective, for which gloo has 30 s."""
     faults = f'barriers:0,slow_compile:{KILL_AFTER}:1'  # longer than the test
@@ -238,7 +238,7 @@ def test_a_slow_process_of_a_run_is_named(tmp_path):
     assert all(line['slowest_host_ratio'] > 2 for line in compared)  # from which it is slow
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_parameters_that_are_not_finite_in_one_process_are_never_saved(tmp_path):
     with training(tmp_path, f'nan_memory:{EVERY + 1}:1', 2) as started:
         assert [host.wait() for host in started] == [1, 1]

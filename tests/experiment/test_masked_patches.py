@@ -48,7 +48,7 @@ def trained(tmp_path_factory):
     return training_run.train(config, str(folder))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_objective_is_learned_and_measured_under_the_names_of_classification(trained):
     found = lines(trained.folder)
     losses = [line['loss'] for line in found if line['kind'] == 'test']
@@ -90,7 +90,7 @@ def test_parts_of_a_batch_and_other_devices_corrupt_the_same_patches():
         chex.assert_trees_all_close(params, others, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_it_is_fine_tuned_and_probed_like_any_other(trained, tmp_path, capsys):
     config = tiny.experiment(
         model=None,
@@ -110,7 +110,7 @@ def test_it_is_fine_tuned_and_probed_like_any_other(trained, tmp_path, capsys):
     assert result['sets']['digits']['accuracy'] == own
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_its_checkpoint_is_used_as_one_without_a_head(trained, tmp_path):
     loaded = vit_jax.load(str(trained.folder))
     assert 'patch_outputs=512, no head' in str(loaded)

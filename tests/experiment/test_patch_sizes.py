@@ -85,7 +85,7 @@ def trained(tmp_path_factory):
     return run, [line for line in logs.output if 'Finished XLA compilation' in line]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_each_size_is_compiled_once(trained):
     """Also the evaluations: two of them have the same size."""
     programs = trained[1]
@@ -93,7 +93,7 @@ def test_each_size_is_compiled_once(trained):
     assert sum('jit(step)' in line for line in programs) == 3  # the model's, 2 and 8
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_killed_and_resumed_run_has_the_same_bits(trained, tmp_path):
     def kill(tick):
         if tick == 8:
@@ -106,7 +106,7 @@ def test_a_killed_and_resumed_run_has_the_same_bits(trained, tmp_path):
     assert resumed.evals == trained[0].evals
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('name, size', [('model', None), ('patch_2', 2), ('patch_8', 8)])
 def test_an_evaluation_measures_the_model_that_load_resizes(trained, name, size):
     run, _ = trained

@@ -35,7 +35,7 @@ def disk(tmp_path):
         yield folder / 'disk', folder / 'after'
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_checkpoint_that_is_complete_survives_any_failure_of_power(disk):
     folder, after = disk
     promised = []  # what was complete before each failure

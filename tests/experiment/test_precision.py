@@ -51,7 +51,7 @@ def test_tpus_and_recent_gpus_have_bfloat16(platform, capability, expected):
     assert compute.has_fast_bfloat16(device) == expected
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, capsys):
     folder, short = str(tmp_path), tiny.experiment(total=Duration(steps=2))
     with monkeypatch.context() as here:
@@ -68,7 +68,7 @@ def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, cap
         training_run.train(other, folder)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('model', [VIT, HYBRID])
 def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
     """While 32 images are learned. bfloat16 rounds each number by at most 1 in 256."""
@@ -96,7 +96,7 @@ def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
     np.testing.assert_allclose(rounded, exact, rtol=0.01)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_given_checkpoint_is_used_with_exact_products(tmp_path, monkeypatch):
     """GPUs and TPUs would otherwise round the operands of float32 products."""
     config = tiny.experiment(model=None, total=None, start_from=str(tmp_path / 'network'))

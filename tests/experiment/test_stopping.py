@@ -1,7 +1,7 @@
 """What ends a run, and what does not: signals, readers that go away, stalled reads, removed files.
 
 Processes of their own, as users have them:
-python -m pytest -m full tests/experiment/test_stopping.py
+python -m pytest -m '' tests/experiment/test_stopping.py
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def reported(folder):
     return [(line['kind'], line['step']) for line in lines]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     """As `| head -1`, with standard error in the same pipe."""
     pipe = tmp_path / 'pipe'
@@ -62,7 +62,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     assert steps(tmp_path)[-1] == STEPS
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
     with training(tmp_path, f'slow_wait:{STEPS}', flags=SELDOM) as (host,):
         host.wait_for_text(f'waiting for the save of step {STEPS}')
@@ -71,7 +71,7 @@ def test_a_stop_during_the_last_save_lets_it_take_its_time(tmp_path):
     assert steps(tmp_path)[-1] == STEPS
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(tmp_path):
     """The model compiles for longer than a signal takes, if no cache has it."""
     flags = ['--config.compute.unroll=24', '--config.model.depth=24']
@@ -84,7 +84,7 @@ def test_ctrl_c_while_compiling_is_one_sentence_and_no_crash(tmp_path):
     assert 'compiled in' not in before
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_read_that_stalls_keeps_no_process_from_stopping_or_failing(tmp_path):
     """After a stop nothing is saved, as other processes may be a step ahead."""
     stopped, failed = tmp_path / 'stopped', tmp_path / 'failed'
@@ -107,7 +107,7 @@ def test_a_read_that_stalls_keeps_no_process_from_stopping_or_failing(tmp_path):
     assert 'RuntimeError: the disk is on fire' in alone.text
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_run_that_reads_its_images_first_can_be_stopped(tmp_path):
     flags = ['--config.loader.placement=device']
     with training(tmp_path, 'stalled_images:7', flags=flags) as (host,):
@@ -117,7 +117,7 @@ def test_a_run_that_reads_its_images_first_can_be_stopped(tmp_path):
     assert 'SIGTERM' in host.text and steps(tmp_path) == []
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_ctrl_c_in_a_program_without_a_job_ends_it_at_once(tmp_path, monkeypatch):
     """The checkpoint never comes."""
     monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))

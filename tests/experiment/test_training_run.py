@@ -117,7 +117,7 @@ def without_speed(folder):
     return [{k: v for k, v in line.items() if k not in unlike} for line in lines(folder)]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
     config = tiny.experiment(
         checkpoint_every_steps=5,
@@ -150,7 +150,7 @@ def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
     ]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_first_steps_do_not_depend_on_the_length_of_the_run(tmp_path):
     """Batches and draws depend on seed and step alone; the schedule is constant."""
 
@@ -175,8 +175,8 @@ DEEPER = tiny.model(num_classes=None, depth=4)
     'changes, accept, name',
     [
         ({'seed': 3}, False, r'seed: 0 -> 3'),
-        pytest.param({'total': Duration(steps=7)}, True, 'config.total', marks=pytest.mark.full),
-        pytest.param({'model': DEEPER}, True, 'params', marks=pytest.mark.full),
+        pytest.param({'total': Duration(steps=7)}, True, 'config.total', marks=pytest.mark.gate),
+        pytest.param({'model': DEEPER}, True, 'params', marks=pytest.mark.gate),
     ],
 )
 def test_a_resume_that_does_not_fit_is_rejected_and_changes_nothing(trained, changes, accept, name):
@@ -193,7 +193,7 @@ def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
         training_run.train(config, str(tmp_path))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_nothing_is_compiled_after_the_first_evaluation(tmp_path):
     compiled, counts = [], []
     jax.monitoring.register_event_duration_secs_listener(
@@ -209,7 +209,7 @@ def test_nothing_is_compiled_after_the_first_evaluation(tmp_path):
     assert counts[half] == counts[-1]  # after two evaluations of 50 images and of few-shot
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
     config = tiny.experiment(
         optimizer=OptimizerConfig(kind='sgd'),
@@ -223,7 +223,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     assert history.read_history(tmp_path, '').event == 'diverged'  # which the report says
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path):
     """Three updates with a gradient that is not finite, through the whole program."""
     order = loading.shuffled_sampler(1438, seed=0)
@@ -244,7 +244,7 @@ def test_poisoned_batches_are_skipped_and_counted_and_training_goes_on(tmp_path)
         training_run.train(config, str(tmp_path / 'again'))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_loss_spikes_are_skipped_and_a_resumed_run_skips_the_same(tmp_path):
     """In two batches, the targets and thus the loss are ten times as large."""
     order = loading.shuffled_sampler(1438, seed=0)
@@ -279,7 +279,7 @@ def test_loss_spikes_are_skipped_and_a_resumed_run_skips_the_same(tmp_path):
     chex.assert_trees_all_equal(again.state.params, whole.state.params)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, capsys):
     config = tiny.experiment(
         model=None,
@@ -300,7 +300,7 @@ def test_fine_tuning_begins_with_the_body_of_the_checkpoint(trained, tmp_path, c
     assert card.grid == (2, 4) and card.model.image_size == (8, 16)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_predictions_at_step_0_are_those_of_the_probe(tmp_path, capsys):
     """LP-FT with a head from 200 images. The learning rate is 0."""
     start, workdir = str(tmp_path / 'start'), str(tmp_path / 'run')
@@ -363,7 +363,7 @@ def folder_config(root, **changes):
     return tiny.experiment(data=str(root), eval_split='test', total=Duration(steps=3), **changes)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('placement', ['device', 'host'])
 def test_an_unreadable_image_stops_training_unless_it_may_be_skipped(photos, tmp_path, placement):
     broken = photos / 'train' / 'cat' / '3.jpg'
@@ -388,7 +388,7 @@ def test_some_classes_are_trained_on_and_all_are_probed():
     assert set(experiment.probes.by_name['digits'].test.source.labels) == set(range(10))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
     photos, tmp_path, monkeypatch
 ):
@@ -403,7 +403,7 @@ def test_what_is_kept_on_the_devices_is_read_before_anything_is_compiled(
             training_run.train(folder_config(photos), str(tmp_path / 'run'))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('placement', ['host', 'device'])
 def test_an_evaluation_that_may_skip_is_that_of_what_can_be_read(
     photos, tmp_path, placement, capsys, caplog
@@ -542,7 +542,7 @@ def several(tmp_path):
     return str(tmp_path / 'table.jsonl')
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
     config = tiny.experiment(
         data=several,
@@ -575,7 +575,7 @@ def two_layers(num_classes):
     return nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(num_classes)])
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, tmp_path):
     """They are used, named in config.json, and what needs none of them uses the checkpoint."""
     read = []
@@ -606,7 +606,7 @@ def test_data_augmentation_loss_and_head_may_be_functions_of_ones_own(trained, t
         vit_jax.load(str(tmp_path / 'own')).logits(np.zeros((1, 8, 8, 3), np.float32))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_path):
     """The second is on relabeled images: one has no label, and another has two."""
     names = [f'{name}/{i}.jpg' for name in ('cat', 'dog') for i in range(3)]

@@ -58,7 +58,7 @@ def test_where_nothing_can_be_written_nothing_is_computed(path):
         training_run.train(tiny.experiment(loss=loss), path)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before_is_whole(tmp_path):
     """From the save at step 20 on, the system lets no file grow beyond 8 kB."""
     command = ['-m', 'tests.faulty', 'full_disk:19,slow:150', '--config=tests/tiny_config.py']
@@ -82,7 +82,7 @@ def test_a_full_disk_is_said_within_a_logging_interval_and_the_checkpoint_before
     assert load_card(str(tmp_path / 'run'))[0]['step'] == 10
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('step', [9, 10])
 def test_a_directory_that_is_removed_under_its_run_is_said(step, tmp_path):
     """Before and while the files of a checkpoint are written, which may make it again."""

@@ -91,7 +91,7 @@ def test_any_name_is_drawn_within_its_room(name):
     bitmaps.draw_confusion_matrix(np.eye(2, dtype=int), [name, 'Straßenbahn'])
 
 
-LARGE = [pytest.param(*c, marks=pytest.mark.full) for c in ((100, 20), (5000, 1))]
+LARGE = [pytest.param(*c, marks=pytest.mark.gate) for c in ((100, 20), (5000, 1))]
 
 
 @pytest.mark.parametrize('classes, cell', [(1, 48), (10, 48), *LARGE])

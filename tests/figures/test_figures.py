@@ -52,7 +52,7 @@ def test_vit_b16_has_the_74_layers_of_the_paper():
     assert len(layers.all_layers(variant('R50x1'))) == 3 + 16 * 7
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_similarity_of_layers_is_the_cka_of_their_whole_arrays():
     images, network = opened(VIT)
     found = compute('cka', images, network)
@@ -64,7 +64,7 @@ def test_the_similarity_of_layers_is_the_cka_of_their_whole_arrays():
     np.testing.assert_allclose(np.diag(found['cka']), 1, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_network_is_compared_with_itself_as_alone():
     images, *networks = opened(VIT, RESNET, VIT)
     found = layer_similarity.similarity(images, networks[::2], layers.output_layers)['cka']
@@ -75,7 +75,7 @@ def test_a_network_is_compared_with_itself_as_alone():
     assert amounts['names'].tolist() == ['n2']
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_ratio_and_cosine_are_means_over_tokens_of_each_kind():
     images, network = opened(VIT, images=8)
     found = compute('residuals', images, network)
@@ -91,7 +91,7 @@ def test_ratio_and_cosine_are_means_over_tokens_of_each_kind():
     np.testing.assert_allclose(found['cosine'][token], cosine[:, :, 0].mean(axis=1), rtol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_distances_are_in_pixels_down_and_across():
     """A head that attends equally to patches of 2 rows and 4 columns of pixels."""
     loaded = files.loaded(tiny.model(patch_size=(2, 4), pool='gap'))
@@ -104,7 +104,7 @@ def test_distances_are_in_pixels_down_and_across():
     np.testing.assert_allclose(found['uniform'], mean, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_network_without_skips_is_compared_with_its_whole_one():
     images, *networks = opened(RESNET, tiny.model(blocks_without_skips=(1,)), VIT)
     found = compute('skip_removal', images, *networks)
@@ -119,7 +119,7 @@ def test_a_network_without_skips_is_compared_with_its_whole_one():
     np.testing.assert_allclose(values['cosine'][:, 1], 1, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_tokens_are_placed_where_their_patches_are():
     """The tokens of a network that changes nothing represent their own patches."""
     config = tiny.model(patch_size=(4, 2), positions='none', pool='gap', width=24, depth=1)
@@ -140,7 +140,7 @@ def test_tokens_are_placed_where_their_patches_are():
             np.testing.assert_allclose(place[tuple(own)], 1, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_patch_sees_itself_alone_before_tokens_are_mixed():
     """Without attention the field of every block is the patch in the middle."""
     loaded = files.loaded(VIT)
@@ -153,7 +153,7 @@ def test_a_patch_sees_itself_alone_before_tokens_are_mixed():
     assert (after[:, ~outside] > 0).all() and not after[:, outside].any()
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_subsets_of_heads_go_from_near_to_far():
     windows = head_subsets._windows(np.array([3.0, 1.0, 4.0, 2.0, 9.0, 6.0]))
     assert windows.sum(axis=1).tolist() == [2] * 5
@@ -164,7 +164,7 @@ def test_subsets_of_heads_go_from_near_to_far():
     assert found['layers'].tolist() == ['root', 'stage1/unit1/out']
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_probes_need_labels_and_a_few_images_of_each_class():
     found = compute('probes', *opened(VIT, RESNET, images=160))
     series = dict(zip(found['series'].tolist(), found['accuracy'], strict=True))
@@ -264,7 +264,7 @@ def test_planted_outliers_are_counted_where_they_are():
     assert f'n0 {2 / 30:.2%}' in figure.find_figure('outliers').finding(found)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize(
     'config',
     [

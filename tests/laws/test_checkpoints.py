@@ -22,7 +22,7 @@ ENDINGS = {
 def by_tier(rows, quick, committed):
     """Marks the rows (name, ...) by name: quick, in the gate if they are committed, or nightly."""
     for name, *more in rows:
-        mark = pytest.mark.full if name in committed else pytest.mark.nightly
+        mark = pytest.mark.gate if name in committed else pytest.mark.nightly
         yield pytest.param(name, *more, marks=[] if name in quick else mark)
 
 

@@ -28,7 +28,7 @@ def test_cka_is_the_references(reference):
         assert found == pytest.approx(float(reference[f'cka_{pair}']), abs=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_hsic_is_the_papers_formula(reference):
     """Raghu et al. 2021, equation 3, of Grams that nobody has centered."""
     x, y = reference['x'][0], reference['y'][0]
@@ -77,7 +77,7 @@ def test_a_centered_gram_has_rows_that_sum_to_zero_and_no_diagonal():
     np.testing.assert_allclose(gram, gram.T, atol=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_all_pairs_of_layers_at_once_are_each_pair_alone():
     x = RNG.normal(size=(2, 3, 8, 5)).astype(np.float32)  # batches, layers, images, features
     x[:, 1] = np.cos(x[:, 0])
@@ -88,7 +88,7 @@ def test_all_pairs_of_layers_at_once_are_each_pair_alone():
     assert found[1, 0] == pytest.approx(1)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_minibatches_of_several_devices_are_summed_as_those_of_one():
     x, y = RNG.normal(size=(2, 8, 1, 16, 5)).astype(np.float32)  # batches, layers, images
     y += x

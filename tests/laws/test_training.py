@@ -31,7 +31,7 @@ def whole(tmp_path_factory, taught):
     return workdir
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught, tmp_path):
     workdir = tmp_path / 'run'
     for number, step, code in [

@@ -38,7 +38,7 @@ def test_weights_have_logits_of_the_offsets_to_all_keys(queries):
     np.testing.assert_allclose(mixed, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize('queries', [5, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize('queries', [5, pytest.param(3, marks=pytest.mark.gate)])
 @pytest.mark.parametrize(
     'implementation, relative',
     [('xla', None), ('xla', OFFSETS), ('blockwise', None)],
@@ -115,7 +115,7 @@ def test_few_queries_are_computed_without_a_kernel():
         assert (mixed == attention.attend(QUERY[:, :1], KEY, VALUE)).all()
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_padding_to_an_even_length_changes_neither_result_nor_gradient(monkeypatch):
     """What cuDNN is given at odd lengths, computed by XLA."""
     plain = jax.nn.dot_product_attention
@@ -171,9 +171,9 @@ def with_gradients(implementation, mesh, arguments):
     'length, shape',
     [
         (5, (1, 1, 1)),  # one block that is filled up
-        pytest.param(1025, (2, 2, 2), marks=pytest.mark.full),  # two, on eight devices
-        pytest.param(5, (8, 1, 1), marks=pytest.mark.full),  # more devices than examples
-        pytest.param(5, (1, 1, 8), marks=pytest.mark.full),  # more devices than heads
+        pytest.param(1025, (2, 2, 2), marks=pytest.mark.gate),  # two, on eight devices
+        pytest.param(5, (8, 1, 1), marks=pytest.mark.gate),  # more devices than examples
+        pytest.param(5, (1, 1, 8), marks=pytest.mark.gate),  # more devices than heads
     ],
 )
 @pytest.mark.usefixtures('interpreted')
@@ -220,7 +220,7 @@ def test_a_higher_precision_of_products_has_no_kernel():
     'remat',
     [
         pytest.param('dots', marks=pytest.mark.nightly),
-        pytest.param('block', marks=pytest.mark.full),
+        pytest.param('block', marks=pytest.mark.gate),
     ],
 )
 def test_a_network_of_long_sequences_is_trained_on_tpus_by_their_kernel(remat):

@@ -42,7 +42,7 @@ NIGHTLY = [('ViT', 'bfloat16', 1), ('hybrid', 'float32', 1), ('ResNet', 'bfloat1
     'network, dtype, unroll',
     [
         ('ResNet', 'float32', 1),
-        *(pytest.param(*each, marks=pytest.mark.full) for each in GATE),
+        *(pytest.param(*each, marks=pytest.mark.gate) for each in GATE),
         *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY),
     ],
 )
@@ -65,7 +65,7 @@ def names_of(model, params, images):
 
 
 @pytest.mark.parametrize(
-    'network', ['ViT', 'ResNet', pytest.param('hybrid', marks=pytest.mark.full)]
+    'network', ['ViT', 'ResNet', pytest.param('hybrid', marks=pytest.mark.gate)]
 )
 def test_the_tables_list_every_tap_and_no_other(network):
     config, table = EVERY[network]
@@ -75,7 +75,7 @@ def test_the_tables_list_every_tap_and_no_other(network):
     assert found == table - {*absent}
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_functions_are_applied_within_the_blocks():
     """What they give is stacked; the whole tokens of all blocks are never in memory together."""
     model, params, images = made(tiny.model(depth=7))

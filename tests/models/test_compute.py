@@ -103,7 +103,7 @@ def test_a_program_for_devices_that_are_not_here_is_theirs():
     assert flat == {'tpu': False, 'cpu': True}
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('remat', ['none', 'block'])
 def test_the_estimate_of_memory_is_what_a_program_takes(remat):
     """Within a third, as the compiler shares and copies memory in its own ways."""

@@ -30,7 +30,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('config', NETWORKS.values(), ids=NETWORKS)
 def test_a_function_gives_the_head_and_logits_are_what_it_computes(config):
     model, params = tiny.built(config)

@@ -30,9 +30,9 @@ OTHERS = [
 @pytest.mark.parametrize(
     'of, compute',
     [
-        pytest.param({}, {}, marks=pytest.mark.full),
-        pytest.param(FIRST, {}, marks=pytest.mark.full),
-        pytest.param({}, GPU, marks=pytest.mark.full),
+        pytest.param({}, {}, marks=pytest.mark.gate),
+        pytest.param(FIRST, {}, marks=pytest.mark.gate),
+        pytest.param({}, GPU, marks=pytest.mark.gate),
         *(pytest.param(of, {}, marks=pytest.mark.nightly) for of in SELDOM),
         *(pytest.param({}, compute, marks=pytest.mark.nightly) for compute in OTHERS),
     ],
@@ -65,7 +65,7 @@ def test_of_the_last_block_the_keys_and_values_alone_are_of_all_tokens():
 
 
 @pytest.mark.parametrize(
-    'last_block', [pytest.param('whole', marks=pytest.mark.full), 'class_tokens']
+    'last_block', [pytest.param('whole', marks=pytest.mark.gate), 'class_tokens']
 )
 def test_parameters_of_another_depth_are_rejected(last_block):
     model = build(tiny.model(depth=2), compute=Compute(last_block=last_block))

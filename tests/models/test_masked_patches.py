@@ -24,7 +24,7 @@ def predicted(corruption, config=CONFIG, images=None):
     return np.asarray(BUILT[repr(config)](images, corruption))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_head_of_patches_and_a_mask_token_leave_features_and_logits_as_they_are():
     whole = Compute(last_block='whole')  # a head of patches reads all of it
     plain, masked = build(tiny.model(), compute=whole), build(tiny.model(patch_outputs=5))
@@ -54,7 +54,7 @@ def test_of_masked_patches_nothing_is_seen():
     assert not np.allclose(predicted(None, images=hidden), predicted(None, images=images))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('final_norm', ['before_pool', 'after_pool'])
 def test_a_patch_in_anothers_place_is_seen_there(final_norm):
     """Positions are added afterwards: without any, outputs go with the patches."""

@@ -30,7 +30,7 @@ def test_each_example_keeps_as_many_patches_each_of_them_equally_often():
     [
         {'positions': 'learned_rope', 'registers': 4, 'pool': 'cls_dist'},
         *(
-            pytest.param(values, marks=pytest.mark.full)
+            pytest.param(values, marks=pytest.mark.gate)
             for values in (
                 {'pool': 'gap', 'positions': 'sincos2d'},
                 {'pool': 'cls_gap', 'positions': 'rope', 'registers': 2},

@@ -34,7 +34,7 @@ def test_sincos_neighbors_are_more_alike_than_strangers():
     assert similarity[0, 1] == pytest.approx(similarity[1, 0])
 
 
-@pytest.mark.parametrize('pool', ['cls', pytest.param('gap', marks=pytest.mark.full)])
+@pytest.mark.parametrize('pool', ['cls', pytest.param('gap', marks=pytest.mark.gate)])
 @pytest.mark.parametrize('kind', ['sincos2d', 'learned2d', 'none'])
 def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
     config = tiny.model(positions=kind, pool=pool, image_size=(8, 12))
@@ -61,8 +61,8 @@ def test_every_kind_that_is_added_is_the_learned_one_with_its_array(kind, pool):
     'kind, at',
     [
         ('learned', 'every_layer'),
-        pytest.param('sincos2d', 'every_layer', marks=pytest.mark.full),
-        pytest.param('learned2d', 'every_layer_shared', marks=pytest.mark.full),
+        pytest.param('sincos2d', 'every_layer', marks=pytest.mark.gate),
+        pytest.param('learned2d', 'every_layer_shared', marks=pytest.mark.gate),
     ],
 )
 def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):

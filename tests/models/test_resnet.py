@@ -80,7 +80,7 @@ def by_definition(params, image):
     return x
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_resnet_is_the_one_of_the_papers_code():
     model, params = made(SMALL)
     expected = np.stack([by_definition(params, image).mean((0, 1)) for image in IMAGES])
@@ -100,7 +100,7 @@ def test_the_epsilon_is_added_to_the_deviation():
     np.testing.assert_allclose(result, conv(image, kernel.astype(np.float64), 1), rtol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('sides', [(6, 8), (7, 5)])
 @pytest.mark.parametrize('stride', [1, 2])
 @pytest.mark.parametrize('layer', ['conv', 'pool'])
@@ -130,7 +130,7 @@ def test_a_pixel_that_is_not_finite_is_not_lost_in_pooling():
     np.testing.assert_array_equal(jnp.isnan(pooled)[0, :, :, 0], [[True, True], [True, True]])
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_every_leaf_learns_and_remat_changes_no_gradient():
     results = []
     for remat in 'none', 'dots', 'block':

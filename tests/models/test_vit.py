@@ -171,7 +171,7 @@ OTHERS = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('others', [(TPU, GPU), OTHERS])
 @pytest.mark.parametrize('of', [{}, SCALED, {'positions': 'relative'}])
 def test_every_way_to_compute_gives_the_same_gradients(others, of):
@@ -196,10 +196,10 @@ IMAGES, KEY = tiny.images(4), jax.random.key(3)
     'of',
     [
         {'pool': 'cls'},
-        pytest.param({'pool': 'gap'}, marks=pytest.mark.full),
-        pytest.param({'pool': 'map', 'positions': 'relative'}, marks=pytest.mark.full),
+        pytest.param({'pool': 'gap'}, marks=pytest.mark.gate),
+        pytest.param({'pool': 'map', 'positions': 'relative'}, marks=pytest.mark.gate),
         pytest.param(
-            {'positions': 'learned2d', 'positions_at': 'every_layer'}, marks=pytest.mark.full
+            {'positions': 'learned2d', 'positions_at': 'every_layer'}, marks=pytest.mark.gate
         ),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_dropped_branch_keeps_its_mean():
 
 
 @pytest.mark.parametrize(
-    'kind, branches', [('linear', 2), pytest.param('constant', 4, marks=pytest.mark.full)]
+    'kind, branches', [('linear', 2), pytest.param('constant', 4, marks=pytest.mark.gate)]
 )
 def test_stochastic_depth_is_none_in_the_first_block_if_linear_and_without_a_key(kind, branches):
     config = tiny.model(depth=2, pool='none', num_classes=None, positions='none')
@@ -244,7 +244,7 @@ def test_dropout_is_active_only_with_a_key_and_depends_on_it():
     np.testing.assert_array_equal(apply(params, IMAGES), apply(params, IMAGES))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_bfloat16_stays_near_float32_with_float32_parameters_and_logits():
     config = tiny.model()
     model, params = tiny.built(config, compute=Compute(dtype='bfloat16'))

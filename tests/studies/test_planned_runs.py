@@ -213,7 +213,7 @@ def runs_of_one_seed(name):
     return plan_runs(dataclasses.replace(golden.config(name), seeds=(0,)))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('name', STUDIES)
 def test_the_first_run_of_each_grid_can_start(name):
     """And all runs of the study are valid: `plan_runs` validates them."""

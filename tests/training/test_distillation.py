@@ -75,7 +75,7 @@ def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
 @pytest.mark.parametrize(
     'dtype, rtol',
     [
-        pytest.param('float32', 1e-5, marks=pytest.mark.full),
+        pytest.param('float32', 1e-5, marks=pytest.mark.gate),
         pytest.param('bfloat16', 0.05, marks=pytest.mark.nightly),  # of products
     ],
 )
@@ -92,7 +92,7 @@ def test_a_new_student_is_as_far_from_the_teacher_as_equal_probabilities(dtype, 
     assert metrics.means['task_loss'] == pytest.approx(np.log(10), rel=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_devices_parts_and_sharding_change_nothing_and_the_teacher_stays(tmp_path):
     rate = {'optimizer': OptimizerConfig(kind='sgd')}
     rate['schedule'] = ScheduleConfig(kind='constant', learning_rate=0.1)
@@ -135,7 +135,7 @@ def test_each_head_has_its_own_target():
     assert not np.allclose(outputs['dist']['bias'], base['dist']['bias'])
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_checkpoint_has_only_the_student_and_its_teacher_may_not_change(tmp_path):
     decay = OptimizerConfig(layer_decay=0.5)  # of layers below the map of features
     config = experiment(saved(tmp_path), 'features', optimizer=decay)

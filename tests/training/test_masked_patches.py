@@ -87,7 +87,7 @@ def corruption_of(batch, seed=0):
     return jax.tree.map(np.asarray, seen[0])
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_an_example_is_corrupted_alike_in_any_batch_and_otherwise_in_another_epoch():
     whole = corruption_of(BATCH)
     order = np.array([4, 2, 0, 1, 5, 3])

@@ -37,7 +37,7 @@ def two_updates(optimizer, params, gradient):
     return optimizer.update(jax.tree.map(jnp.cos, gradient), state, params)[0]
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_kernels_of_other_shapes_move_as_their_matrices_by_optax_alone():
     """In float64: the iterations multiply rounding of small singular values by up to 480."""
     shapes = abstract_params(tiny.model(width=64, patch_size=(1, 1), backbone=BACKBONE))
@@ -68,7 +68,7 @@ def lower_update(**sizes):
     return step.lower(*arguments), places, operations
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('sizes', [{'data': 8}, {'data': 1, 'fsdp': 8}, {'fsdp': 2, 'tensor': 2}])
 def test_devices_share_the_blocks_and_the_updates_stay_the_same(sizes):
     """12 blocks on 8 devices are 2 each. Products are all but 5 % of the operations."""

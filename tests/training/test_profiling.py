@@ -24,7 +24,7 @@ def steps_of(folder):
     return found
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_profile_has_the_requested_steps_of_this_start_and_changes_nothing(tmp_path):
     config = tiny.experiment(total=Duration(steps=7))
     plain = training_run.train(config, str(tmp_path / 'plain'))
@@ -56,7 +56,7 @@ def test_a_profile_that_cannot_be_written_costs_no_training(tmp_path, caplog):
     assert result.checkpoint.exists() and str(tmp_path / 'profile') in caplog.text
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_profile_of_a_run_on_a_bucket_is_in_its_work_directory(bucket):
     folder, batches = storage.resolve_folder('gs://bucket/of/run/profile'), [{}, {}, {}]
     profiled = loop.profile_steps(iter(batches), range(3), range(1, 2), folder, Console(quiet=True))

@@ -55,7 +55,7 @@ def moved(steps=1, **changes):
     )
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_layers_learn_slower_the_further_they_are_from_the_head():
     found = moved(layer_decay=0.5)
     tolerance = {'atol': 1e-5}  # float32 parameters of size 1 were subtracted

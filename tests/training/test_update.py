@@ -44,7 +44,7 @@ def step(batch, *, parts=1, dropout=0.0):
     return update(state, batch)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_parts_of_a_batch_give_the_update_of_the_whole():
     mask = BATCH['mask'].at[jnp.array([0, 3])].set(False)  # parts of unequal weight
     whole, expected = step(BATCH | {'mask': mask})
@@ -55,7 +55,7 @@ def test_parts_of_a_batch_give_the_update_of_the_whole():
     chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_each_part_has_dropout_of_its_own():
     """Part i is every k-th example from i on, and its number is folded into the key."""
     _, metrics = step(BATCH, dropout=0.5, parts=4)
@@ -68,7 +68,7 @@ def test_each_part_has_dropout_of_its_own():
     assert metrics.sums['loss'] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_a_masked_example_changes_nothing():
     mask = BATCH['mask'].at[5].set(False)
     other = BATCH['images'].at[5].set(255 - BATCH['images'][5])

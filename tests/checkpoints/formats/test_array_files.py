@@ -142,7 +142,7 @@ def test_what_is_written_can_be_read_by_those_who_can_read_other_files(tmp_path)
     assert len(modes) == 1 and len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_damage_to_an_npz_is_an_error_or_harmless(tmp_path):
     counts = fault_injection.damage_copies('google_vit_token_prelogits', tmp_path, 24)
     assert counts['rejected'] > 8

@@ -122,7 +122,7 @@ def without_a_position_of_the_class_token(network: LoadedModel) -> LoadedModel:
 @pytest.mark.parametrize(
     'form, config, layout',
     [
-        pytest.param(*each, marks=[pytest.mark.full] if number % 4 != 1 else [])
+        pytest.param(*each, marks=[pytest.mark.gate] if number % 4 != 1 else [])
         for number, each in enumerate(LAYOUTS)
     ],
 )
@@ -144,7 +144,7 @@ def test_writing_is_the_inverse_of_reading(form, config, layout, tmp_path):
     assert_same_arrays(contents(path), contents(copy))
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('format', ENDINGS)
 def test_numbers_are_rounded_to_bfloat16_where_a_file_can_say_so(format, tmp_path):
     theirs = {
@@ -213,7 +213,7 @@ def test_what_a_format_cannot_hold_is_rejected(config, format, name, tmp_path):
     assert not path.exists()
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize(
     'options',
     [{'positions': 'relative'}, {'positions': 'learned2d', 'positions_at': 'every_layer'}],

@@ -35,7 +35,7 @@ def opened(path):
     return program, json.loads(parts.pop('card').tobytes()), parts
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_the_example_of_the_docs_runs_where_this_package_cannot_be_imported(tmp_path):
     names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
     crop = CentralCrop(resize='bicubic_antialias')
@@ -68,7 +68,7 @@ def test_the_example_of_the_docs_runs_where_this_package_cannot_be_imported(tmp_
     [
         (tiny.model(image_size=(12, 8)), None, 'bfloat16'),
         *(
-            pytest.param(config, loss, None, marks=pytest.mark.full)
+            pytest.param(config, loss, None, marks=pytest.mark.gate)
             for config, loss in [
                 (tiny.model(pool='none', positions='sincos2d', num_classes=None), None),
                 (tiny.model(pool='map', gelu='exact'), 'sigmoid'),
@@ -146,7 +146,7 @@ def test_preprocessing_is_the_crop_within_a_gray_level(method):
     assert difference((13, 18), (13, 18), Resize(resize=method)).max() == 0  # nothing is resized
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('number, shape', [*enumerate(SHAPES)])
 def test_preprocessing_is_the_crop_for_every_shape(number, shape):
     """Each shape with a method and crop of its own: each pair is another program to compile."""

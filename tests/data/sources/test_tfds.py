@@ -102,7 +102,7 @@ def test_several_labels_are_rows_and_other_numbers_are_rejected(tmp_path):
             labels_of(f'{value}', [value], columns)
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_damage_of_array_records_is_noticed_wherever_it_is(prepared, tmp_path):
     """Flips in headers of blocks and chunks, in images, in padding; and a file that was cut."""
     folder = tmp_path / '1.2.0'
@@ -133,7 +133,7 @@ def test_damage_of_array_records_is_noticed_wherever_it_is(prepared, tmp_path):
             read()
 
 
-@pytest.mark.full
+@pytest.mark.gate
 def test_neither_format_imports_tensorflow(prepared):
     program = (
         'import sys; from vit_jax.data.sources.opening import make_opener\n'

@@ -163,7 +163,7 @@ def test_there_are_seven_four_and_eight_tasks():
     assert groups == sorted(groups) and VTAB_1K_SPLIT == 'train[:800]+validation[:200]'
 
 
-@pytest.mark.full
+@pytest.mark.gate
 @pytest.mark.parametrize('name', TASKS)
 def test_tfds_knows_the_sets_and_their_columns(name):
     """As far as it tells without their data; TFDS has gone on to version 4 of the pets."""

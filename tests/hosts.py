@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing import forkserver
 
 import psutil
 
@@ -49,7 +50,9 @@ def environment(devices=1):
 
 def _become(module, arguments, path, env, folder):
     """`python -m module arguments` in a folder, with what it says in a file."""
-    if sys.platform == 'linux':  # killed with the server, which exits with the tests
+    # Killed with the server, which exits when no other process has this end of a pipe.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
+    if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.chdir(folder)
     os.environ.update(env)

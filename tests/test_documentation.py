@@ -7,6 +7,7 @@ import html.parser
 import importlib
 import io
 import re
+import shlex
 import subprocess
 import sys
 import urllib.parse
@@ -114,6 +115,28 @@ def test_what_a_sentence_names_is_there(page):
             if not is_field(path):
                 wrong.append(f'{place}: no field {path}')
     assert not wrong, '\n'.join(wrong)
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name)
+def test_tests_that_a_sentence_names_are_there(page):
+    """The files, and a test for each word of `-k`."""
+    for place, text in inline(page):
+        words = shlex.split(text) if text.startswith(('pytest', 'python -m pytest')) else []
+        files = [
+            file for word in words if word.startswith('tests') for file in find_test_files(word)
+        ]
+        selected = words[words.index('-k') + 1].split() if '-k' in words else []
+        sources = '\n'.join(file.read_text() for file in files)
+        names = ' '.join(re.findall('^def (test_.*)[(]', sources, re.MULTILINE))
+        for word in {*selected} - {'or', 'and', 'not'}:
+            assert word in names, f'{place}: -k {word} selects no test of {files}'
+
+
+def find_test_files(path):
+    """The test files of a path in a command; fails if there are none."""
+    found = [*(ROOT / path).rglob('test_*.py')] if (ROOT / path).is_dir() else [ROOT / path]
+    assert found and all(file.exists() for file in found), path
+    return found
 
 
 @pytest.mark.parametrize('page', PAGES, ids=name)

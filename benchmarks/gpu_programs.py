@@ -106,8 +106,7 @@ RECIPE = {
     'optimizer': OptimizerConfig(kind='lamb', weight_decay=0.05, sharpness=Sam()),
 }
 FLEXIBLE = {'patch_sizes': (4, 8), 'evals': {}}
-# B/16 as it is trained. All others are small: each option is in one of them, and several that do
-# not touch the same operations share one.
+# B/16 as it is trained. The other programs are small; unrelated options share one.
 PROGRAMS = {
     'B/16': Program(variant('B/16')),
     'vit, cudnn, dropout and RandAugment': Program(

@@ -8,7 +8,6 @@ import pkgutil
 import signal
 
 import pytest
-import xdist.scheduler
 
 pytest_plugins = ['tests.temporary']
 
@@ -57,50 +56,41 @@ def pytest_configure(config):
             importlib.import_module(module.name)
 
 
-# The longest files first, so that all workers end together: by CPU seconds.
-LONGEST = [
-    'experiment/test_training_run.py',
-    'test_documentation.py',
-    'laws/test_training.py',
-    'test_benchmarks.py',
-    'test_gpu_programs.py',
-    'test_torch_references.py',
-    'studies/test_planned_runs.py',
-    'test_configs.py',
-    'test_fields.py',
-    'experiment/test_hosts.py',
-    'experiment/test_buckets.py',
-    'distributed/test_processes.py',
-    'experiment/test_stopping.py',
-]
-# Files whose tests share nothing: each test may run in any worker. Other files run in one worker,
-# which compiles what their tests share once.
-INDEPENDENT = {
-    'tests/test_benchmarks.py',
-    'tests/test_configs.py',
-    'tests/test_documentation.py',
-    'tests/test_gpu_programs.py',
-    'tests/test_torch_references.py',
-    'tests/studies/test_planned_runs.py',
+# The longest files, longest first, so that all workers end together; and whether each of their
+# tests may run in any worker. All tests of another file run in one worker, so that what they share
+# is built once.
+LONGEST = {
+    'tests/experiment/test_training_run.py': False,
+    'tests/test_documentation.py': True,
+    'tests/laws/test_training.py': False,
+    'tests/test_benchmarks.py': True,
+    'tests/test_gpu_programs.py': True,
+    'tests/test_torch_references.py': True,
+    'tests/studies/test_planned_runs.py': True,
+    'tests/test_configs.py': True,
+    'tests/test_fields.py': False,
+    'tests/experiment/test_hosts.py': False,
+    'tests/experiment/test_buckets.py': False,
+    'tests/distributed/test_processes.py': False,
+    'tests/experiment/test_stopping.py': False,
 }
 
 
-class Scheduling(xdist.scheduler.LoadScopeScheduling):
-    """Sends each file to one worker, but each test of an independent file to any worker."""
-
-    def _split_scope(self, nodeid):
-        file = nodeid.partition('::')[0]
-        return nodeid if file in INDEPENDENT else file
-
-
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition('::')[0]
+            return nodeid if LONGEST.get(file) else file
+
     return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items):
     rank = {name: place for place, name in enumerate(LONGEST)}
-    tests = pathlib.Path(__file__).parent
-    items.sort(key=lambda item: rank.get(str(item.path.relative_to(tests)), len(rank)))
+    items.sort(key=lambda item: rank.get(str(item.path.relative_to(ROOT)), len(rank)))
 
 
 @pytest.fixture(autouse=True)

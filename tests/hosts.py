@@ -50,7 +50,8 @@ def environment(devices=1):
 
 def _become(module, arguments, path, env, folder):
     """`python -m module arguments` in a folder, with what it says in a file."""
-    # Killed with the server, which exits when no other process has this end of a pipe.
+    # The fork server exits when all copies of this end of a pipe are closed. This copy is closed
+    # here, and the exit of the server then kills this process.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -69,7 +70,16 @@ class Host:
     """One process, and what it says."""
 
     def __init__(self, module, arguments, path, env, folder=ROOT, pipe=None):
-        """`pipe`: a named pipe that gets the output instead of the file `path`."""
+        """Starts the process.
+
+        Args:
+          module: The program.
+          arguments: Its arguments.
+          path: The file for its output.
+          env: Its environment.
+          folder: Its working directory.
+          pipe: A named pipe that gets the output instead of the file.
+        """
         self.path = path
         workdir = next((a for a in arguments if a.startswith('--workdir=')), '=nowhere')
         self.events = storage.resolve_folder(workdir.partition('=')[2]) / workdirs.EVENTS

@@ -1,8 +1,7 @@
 """A pytest plugin: each test run has one temporary folder, which is removed when the run ends.
 
 All processes that tests start inherit the folder as TMPDIR. The folder of a killed run is removed
-by the next run: nobody holds its lock any more. With --basetemp=DIR, what tests write to `tmp_path`
-stays in DIR.
+by the next run, because nobody holds its lock any more.
 """
 
 import os
@@ -12,7 +11,7 @@ import tempfile
 
 import filelock
 
-PREFIX, LOCK = 'vit_jax_tests-', '.lock'
+PREFIX, LOCK = 'vj-', '.pytest-lock'  # short, because the path of a socket has at most 104 bytes
 
 
 def pytest_configure(config):
@@ -20,15 +19,16 @@ def pytest_configure(config):
         return
     _remove_abandoned(pathlib.Path(tempfile.gettempdir()))
     before = os.environ.get('TMPDIR')
-    folder = pathlib.Path(tempfile.mkdtemp(prefix=PREFIX))
-    lock = filelock.FileLock(folder / LOCK)
+    folder = tempfile.mkdtemp(prefix=PREFIX)
+    lock = filelock.FileLock(folder + LOCK)
     lock.acquire()
-    _set_temporary_folder(str(folder))
+    os.makedirs(folder, exist_ok=True)  # another run may have held the lock and removed it
+    _set_temporary_folder(folder)
 
     def remove():
         _set_temporary_folder(before)
+        _remove(folder)
         lock.release()
-        shutil.rmtree(folder, ignore_errors=True)
 
     config.add_cleanup(remove)
 
@@ -41,10 +41,16 @@ def _set_temporary_folder(folder):
     tempfile.tempdir = None  # read again from the environment
 
 
+def _remove(folder):
+    """Removes a folder and its lock, which this process holds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    pathlib.Path(folder + LOCK).unlink(missing_ok=True)
+
+
 def _remove_abandoned(parent):
-    for lock in parent.glob(f'{PREFIX}*/{LOCK}'):
+    for lock in map(str, parent.glob(f'{PREFIX}*{LOCK}')):
         try:
             with filelock.FileLock(lock, timeout=0):
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                _remove(lock.removesuffix(LOCK))
         except (filelock.Timeout, OSError):  # of a run that is still there, or of another user
             continue

@@ -244,7 +244,7 @@ def test_the_site_is_built_without_a_warning_and_all_its_links_lead_somewhere(tm
     assert not dead, '\n'.join(dead)
 
 
-# Pages whose commands are partly the same run in one workplace, each command once.
+# Pages that share commands run in one workplace; each command runs once.
 START = [ROOT / 'docs/getting_started.md', ROOT / 'README.md']
 RUNS = [ROOT / f'docs/{page}.md' for page in ('evaluation', 'fault_tolerance', 'metrics')]
 OTHERS = [[page] for page in (*PAGES, *NOTEBOOKS) if page not in (*START, *RUNS)]

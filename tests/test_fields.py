@@ -71,9 +71,10 @@ CHANGES = [
     ('loss.kind', 'sigmoid', base()),
     ('loss.label_smoothing', 0.1, base()),
     ('loss.binary_targets', True, base(loss=LossConfig(kind='sigmoid'))),
-    # One field of each record that tests/training/ tests field by field.
+    # tests/training/ covers the other fields of these records.
     ('optimizer.kind', 'sgd', base()),
     ('optimizer.sharpness', Sam(), base()),
+    ('optimizer.decay_pattern', '.*', base()),
     ('schedule.learning_rate', 0.5, base()),
     ('regularization.dropout', 0.1, base()),
     ('regularization.stochastic_depth', 0.1, base()),

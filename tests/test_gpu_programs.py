@@ -33,7 +33,7 @@ def compile_for_a_gpu(*names):
     }
     command = [sys.executable, '-m', 'benchmarks.gpu_programs', *names]
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=1200
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=850
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

@@ -12,7 +12,7 @@ NAMES = tuple('9876543210')
 # CLIP's projection, SigLIP's attention pooling, and CLIP without its projection, by layout.
 TOWERS = 'clip_openclip', 'siglip_timm_remainder', 'clip_hf', 'siglip_hf', 'clip_hf_vision'
 COMMITTED = reference.COMMITTED_FAMILIES
-TOWERS = [pytest.param(n, marks=() if n in COMMITTED else pytest.mark.gate) for n in TOWERS]
+TOWERS = [pytest.param(n, marks=() if n in COMMITTED else pytest.mark.nightly) for n in TOWERS]
 SCALE = 50.0
 
 

@@ -146,7 +146,7 @@ def test_a_run_that_was_taken_over_overwrites_nothing(is_answered, bucket, metri
 
 def test_a_held_lease_is_rejected_and_a_released_one_is_free_at_once(lock, hurried, bucket):
     first = Lease(lock, 'run 1')
-    for _ in range(5):  # renewals, four in the duration of a lease: the first one is over
+    for _ in range(5):  # a lease is renewed four times before it expires
         before = bucket.objects['run/.lock'].generation
         wait_until(lambda before=before: bucket.objects['run/.lock'].generation > before)
     with pytest.raises(UserError, match='gs://bucket/run .* run 1;'):

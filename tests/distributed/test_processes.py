@@ -83,7 +83,7 @@ def test_a_second_ctrl_c_ends_all_although_one_process_does_not_answer(tmp_path)
 # Faults, flags, and exit codes of the processes. --watchdog_seconds is 40 times as long as a step,
 # so that no step before the fault exceeds it on a busy machine.
 HANGS = [
-    # Before the first step --start_seconds counts: one process starts in a tenth of it.
+    # Before the first step the limit is --start_seconds. One process starts in about 0.6 s.
     (['hang:-1'], ['--start_seconds=6', '--watchdog_seconds=1'], [REQUEUE]),
     (['interrupt:5'], ['--watchdog_seconds=2'], [EXIT_INTERRUPTED]),
     (['hang:5:1', 'lock:5:2'], ['--watchdog_seconds=2'], [REQUEUE, REQUEUE, 1]),
@@ -91,7 +91,7 @@ HANGS = [
 
 
 @pytest.mark.gate
-def test_the_watchdog_ends_a_hang_or_a_suspension_and_each_step_resets_it(tmp_path):
+def test_the_watchdog_kills_hung_and_suspended_processes_and_each_step_resets_it(tmp_path):
     """With stacks; also a process that keeps the interpreter's lock, and one after Ctrl-C.
 
     The first steps may take longer, because they compile.
@@ -127,16 +127,16 @@ def test_a_hang_before_the_processes_agree_ends_all(tmp_path):
 
 
 @pytest.mark.gate
-def test_where_a_process_is_missing_killed_or_suspended_the_others_ask_for_a_restart(tmp_path):
+def test_if_a_process_is_missing_killed_or_suspended_the_others_ask_for_a_restart(tmp_path):
     """Killed in a sum of all devices, or while each computes alone."""
-    # Seconds: no process needs them, as the third one does not come.
+    # Seconds: the third process never starts, so no process needs them.
     flags = ['--num_processes=3', '--start_seconds=2']
     with (
         running(tmp_path, each=lambda _: flags) as missing,  # jax aborts
         running(tmp_path, each=lambda _: ['--unreachable']) as unreachable,  # jax raises an error
         running(tmp_path, 'die:5:1', 'together:1') as in_sum,
         running(tmp_path, 'die:5:0', 'alone:1') as alone,
-        # Seconds without an answer, for which a busy machine needs a fraction of one.
+        # Seconds: a busy machine answers in a fraction of one.
         running(tmp_path, flags=['--heartbeat_seconds=4']) as suspended,
     ):
         suspended[0].wait_for_text('step 5\n')
@@ -152,7 +152,7 @@ def test_where_a_process_is_missing_killed_or_suspended_the_others_ask_for_a_res
 
 
 @pytest.mark.gate
-def test_a_process_that_fails_tells_the_others_why(tmp_path):
+def test_all_processes_print_the_error_of_one(tmp_path):
     """Facts that differ are found before any device is used, and would differ again."""
     seeds = {index: [f'--seed={index}'] for index in (0, 1)}
     with (

@@ -89,8 +89,8 @@ def whole(tmp_path_factory):
         yield start
 
 
-# Faults, and what is printed or in the event log when the signal is sent. A step that is longer
-# than a signal takes to all processes (0.5 s), so that a run of STEPS does not end before.
+# Faults, and what is printed or in the event log when the signal is sent. Steps of 1 s are longer
+# than a signal needs to reach all processes (0.5 s), so the run cannot finish first.
 PHASES = {
     'start': ('slow:0', 'starting'),
     'compile': (f'slow_compile:{KILL_AFTER}', 'compiling'),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import io
 import itertools
 import pathlib
@@ -21,6 +20,7 @@ from vit_jax.figures.figure import NAMES, find_figure
 from vit_jax.models import Backbone, ResNetConfig
 
 PAGE = pathlib.Path(__file__).parents[2] / 'docs' / 'visualize.md'
+DOCSTRING = re.compile(r'\S[^(]* \([^)]+\)\.\s.+', re.DOTALL)  # TITLE (SOURCE). TEXT
 LONG = 'experiments of 2026-vit_$b$_16 trained on & off-checkpoints-000120000'
 ROOT_AND_UNIT = Backbone(blocks=(1,), width=32)
 RESNET = ResNetConfig(image_size=(8, 8), backbone=ROOT_AND_UNIT, num_classes=tiny.CLASSES)
@@ -47,8 +47,8 @@ def numbers_of(figure):
         for compared in [models] if figure.compares_models else [[one] for one in models]:
             try:
                 found.append(figure.compute(images, *compared))
-            except UserError as reason:
-                assert str(reason)
+            except UserError:  # says why the figure has no picture of this model
+                continue
         if found:
             return found
     return []
@@ -96,11 +96,14 @@ def test_a_figure_draws_any_models_or_says_why_not_and_its_text_can_be_read(name
 
 @pytest.mark.parametrize('name', NAMES)
 def test_a_figure_has_a_title_a_source_and_one_row_in_the_documentation(name):
-    figure = find_figure(name)
-    assert figure.title and figure.caption
-    row, count = f'| `{name}` | CONTENT | SOURCE |', rows().count(name)
-    wrong = f'{name}: {count} rows in the table of docs/visualize.md; expected one, {row}'
-    assert count == 1, wrong
+    start = find_figure(name).docstring.partition('\n')[0]
+    assert DOCSTRING.fullmatch(find_figure(name).docstring), (
+        f'figures/{name}.py: docstring {start!r}; expected TITLE (SOURCE). TEXT'
+    )
+    count = rows().count(name)
+    assert count == 1, (
+        f'{name}: {count} rows in docs/visualize.md; expected one, | `{name}` | CONTENT | SOURCE |'
+    )
 
 
 def rows():
@@ -111,11 +114,3 @@ def rows():
 
 def test_each_row_in_the_documentation_is_a_figure():
     assert {*rows()} <= {*NAMES}
-
-
-@pytest.mark.parametrize('docstring', ['A title.', 'A title (source)', ' (source). Text.'])
-def test_a_docstring_of_another_form_is_rejected(docstring, monkeypatch):
-    module = importlib.import_module('vit_jax.figures.filters')
-    monkeypatch.setattr(module, 'FIGURE', dataclasses.replace(module.FIGURE, docstring=docstring))
-    with pytest.raises(UserError, match=r'figures/filters.py: .*TITLE \(SOURCE\)'):
-        find_figure('filters')

@@ -22,12 +22,12 @@ RESNET = ResNetConfig(
 )
 
 
-DIGITS = make_opener()  # which opens them once
+open_source = make_opener()  # caches what it opens
 
 
 def opened(*configs, images=16, source=None):
     """Returns images and networks: the arguments of `compute`."""
-    source = source or DIGITS('digits', 'test')
+    source = source or open_source('digits', 'test')
     size, mesh = figure.choose_batch(images, 8)
     networks = []
     for index, config in enumerate(configs):
@@ -173,7 +173,7 @@ def test_probes_need_labels_and_a_few_images_of_each_class():
     assert np.isfinite(series['n1: mean of positions']).sum() == 4  # root and three units
     with pytest.raises(UserError, match='2 images'):
         compute('probes', *opened(VIT, images=2))
-    digits = DIGITS('digits', 'test')
+    digits = open_source('digits', 'test')
     with pytest.raises(UserError, match='label'):
         compute('probes', *opened(VIT, source=dataclasses.replace(digits, class_names=())))
 

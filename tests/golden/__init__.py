@@ -68,10 +68,10 @@ def hashes():
     return [f'{hashlib.sha256(text.encode()).hexdigest()[:32]} {n}' for n, text in texts.items()]
 
 
-# Training images of the data in configurations; all other data is ImageNet.
+# Number of training images by data source: from TFDS, that of JFT from the paper.
 IMAGES = {
     'JFT-300M': 303_000_000,
-    'tfds:imagenet21k': 12_743_321,
+    'tfds:imagenet21k': 14_197_122,
     'tfds:cifar10': 50_000,
     'tfds:cifar100': 50_000,
     'tfds:oxford_iiit_pet': 3_680,
@@ -83,6 +83,7 @@ IMAGES = {
 
 
 def num_images(data):
+    """The number of training images; that of ImageNet if the data source is not in the table."""
     return 1_000 if data.startswith('vtab:') else IMAGES.get(data, 1_281_167)
 
 

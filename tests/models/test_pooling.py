@@ -36,10 +36,11 @@ POOLS = get_args(Pool)
 class Pooling(NamedTuple):
     """What a pooling is; to add one, add its row to POOLINGS."""
 
-    # The features, from the final tokens of all kinds, those of the patches, and the parameters.
+    # features(tokens, patch_tokens, params, config) returns the pooled features.
     features: Callable
-    # The attention of what the head reads (b m), from the attention of all tokens (b n m), that of
-    # the patches, and the weights of an attention pooling. None: the figures reject the pooling.
+    # attention(rows, patch_rows, pool_weights) returns the attention of the head's input (b m). Its
+    # arguments are the attention of all tokens (b n m), that of the patches, and the weights of an
+    # attention pooling. None: the figures reject the pooling.
     attention: Callable | None
     formats: str = ''  # the formats of other libraries that have it
 

@@ -1,3 +1,5 @@
+"""Schedules, and every named optimizer against optax alone."""
+
 import functools
 
 import chex
@@ -142,7 +144,8 @@ def by_adafactor(name, decay):
     return optax.adafactor(RATE, **options)
 
 
-# What optax alone makes of a leaf of this name and weight decay. Of blocks it sees one at a time.
+# optax's optimizer for a parameter of the given name and weight decay. Parameters of blocks are
+# passed layer by layer.
 ALONE = {
     'adamw': lambda name, decay: optax.adamw(RATE, weight_decay=decay),
     'sgd': by_sgd,

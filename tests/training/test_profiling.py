@@ -37,7 +37,7 @@ def test_a_profile_has_the_requested_steps_of_this_start_and_changes_nothing(tmp
     assert steps_of(tmp_path / 'plain') == {8, 9, 10}
 
 
-@pytest.mark.nightly
+@pytest.mark.gate
 def test_a_run_that_fails_within_the_steps_writes_the_profile_until_then(tmp_path):
     def fail(tick):
         if tick == 7:
@@ -49,7 +49,7 @@ def test_a_run_that_fails_within_the_steps_writes_the_profile_until_then(tmp_pat
     assert steps_of(tmp_path) == {4, 5, 6}
 
 
-@pytest.mark.nightly
+@pytest.mark.gate
 def test_a_profile_that_cannot_be_written_costs_no_training(tmp_path, caplog):
     (tmp_path / 'profile').write_text('a file in the place of the folder')
     result = training_run.train(tiny.experiment(), str(tmp_path), profile=range(2, 4))

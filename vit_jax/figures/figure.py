@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
@@ -44,7 +43,6 @@ NAMES = (
     'probes',
     'training_data',
 )
-_DOCSTRING = re.compile(r'\S[^(]* \([^)]+\)\.\s.+', re.DOTALL)  # TITLE (SOURCE). TEXT
 Progress = Callable[[Iterable[Any], int], Iterable[Any]]  # yields the items, shows progress
 Numbers = dict[str, np.ndarray]
 
@@ -75,14 +73,8 @@ class Figure:
 
 
 def find_figure(name: str) -> Figure:
-    """Imports the module of a figure and returns its FIGURE.
-
-    Raises UserError if its docstring has another form.
-    """
+    """Imports the module of a figure and returns its FIGURE."""
     figure: Figure = importlib.import_module(f'vit_jax.figures.{name}').FIGURE
-    if not _DOCSTRING.fullmatch(figure.docstring):
-        start = figure.docstring.partition('\n')[0]
-        raise UserError(f'figures/{name}.py: docstring {start!r}; expected TITLE (SOURCE). TEXT')
     return figure
 
 

@@ -144,6 +144,7 @@ def test_weights_of_quick_gelu_under_the_plain_name_ask_which(tmp_path):
     assert vit_jax.load(folder).config == quick.config
 
 
+@pytest.mark.nightly  # its file is in ../shared only
 def test_images_have_the_size_that_the_processor_of_the_checkpoint_makes():
     path, io = reference.family('dinov2_hf'), reference.family_io('dinov2_hf', '28x28')
     network = vit_jax.load(path)
@@ -153,6 +154,7 @@ def test_images_have_the_size_that_the_processor_of_the_checkpoint_makes():
     assert network.preprocess(np.zeros((40, 50, 3), np.uint8)).shape == (28, 28, 3)
 
 
+@pytest.mark.nightly  # its file is in ../shared only
 def test_a_training_takes_the_size_of_the_processor_unless_it_names_one():
     path = reference.family('dinov2_hf')
     for size, expected in ((None, (28, 28)), ((42, 56), (42, 42))):

@@ -113,7 +113,7 @@ class Form:
     # Writes the PHOTOS, or others, with their LABELS and CLASSES below a folder, as the split
     # `train`; returns the value of `config.data`. TFDS_DATA_DIR is the folder.
     make: Callable
-    # Whose `size_of` changes if an image is replaced: its own, or that of all images in its file.
+    # Images whose `size_of` changes if one is replaced: that image, or all images in its file.
     # None: `size_of` is -1; write the reason next to it.
     sizes: Literal['image', 'file'] | None = 'image'
 

@@ -171,9 +171,17 @@ OTHERS = (
 )
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize('others', [(TPU, GPU), OTHERS])
-@pytest.mark.parametrize('of', [{}, SCALED, {'positions': 'relative'}])
+@pytest.mark.parametrize(
+    'of, others',
+    [
+        pytest.param({}, (TPU, GPU), marks=pytest.mark.gate),
+        pytest.param(SCALED, OTHERS, marks=pytest.mark.gate),
+        pytest.param({}, OTHERS, marks=pytest.mark.nightly),
+        pytest.param(SCALED, (TPU, GPU), marks=pytest.mark.nightly),
+        pytest.param({'positions': 'relative'}, (TPU, GPU), marks=pytest.mark.nightly),
+        pytest.param({'positions': 'relative'}, OTHERS, marks=pytest.mark.nightly),
+    ],
+)
 def test_every_way_to_compute_gives_the_same_gradients(others, of):
     config = tiny.model(**of)
     regularization = Regularization(dropout=0.1, stochastic_depth=0.2)

@@ -68,8 +68,14 @@ def lower_update(**sizes):
     return step.lower(*arguments), places, operations
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize('sizes', [{'data': 8}, {'data': 1, 'fsdp': 8}, {'fsdp': 2, 'tensor': 2}])
+@pytest.mark.parametrize(
+    'sizes',
+    [
+        pytest.param({'data': 8}, marks=pytest.mark.nightly),
+        pytest.param({'data': 1, 'fsdp': 8}, marks=pytest.mark.nightly),
+        pytest.param({'fsdp': 2, 'tensor': 2}, marks=pytest.mark.gate),
+    ],
+)
 def test_devices_share_the_blocks_and_the_updates_stay_the_same(sizes):
     """12 blocks on 8 devices are 2 each. Products are all but 5 % of the operations."""
     alone, split = lower_update(), lower_update(**sizes)

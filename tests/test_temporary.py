@@ -32,7 +32,7 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path):
     def run(name):
         options = ['-p', 'tests.temporary', '-p', 'no:cacheprovider', '-c', '/dev/null']
         command = [sys.executable, '-m', 'pytest', *options, f'test_writing.py::{name}']
-        env = environment() | {'TMPDIR': str(left)}
+        env = environment() | {'TMPDIR': str(left), 'PYTEST_ADDOPTS': ''}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode
 
     assert run('test_that_fails') == 1

@@ -17,7 +17,6 @@ from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import load_card
 from vit_jax.distributed.processes import REQUEUE
 
-pytestmark = pytest.mark.gate
 STORE = 'gs://bucket/of'
 LEASE = 4000  # milliseconds
 
@@ -58,6 +57,7 @@ def flip(bucket, name):
     bucket.objects[name] = there._replace(data=bytes(data))
 
 
+@pytest.mark.gate
 def test_a_run_on_a_bucket_is_that_in_a_directory_and_is_started_from(bucket, whole, tmp_path):
     """The role storage.objectAdmin suffices. Every fortieth request is to be repeated."""
     number = itertools.count(1)
@@ -88,7 +88,13 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize('moment', MOMENTS)
+@pytest.mark.parametrize(
+    'moment',
+    [
+        pytest.param('digests', marks=pytest.mark.gate),
+        pytest.param('an old one removed', marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_that_is_killed_while_it_saves_goes_on_to_the_same_bits(
     moment, bucket, whole, tmp_path
 ):
@@ -110,6 +116,7 @@ def test_a_run_that_is_killed_while_it_saves_goes_on_to_the_same_bits(
     assert_same(found, whole)
 
 
+@pytest.mark.gate
 def test_a_second_run_is_rejected_and_sigterm_saves_and_releases(bucket, whole, tmp_path):
     with training(tmp_path, faults='slow:200') as (first,):
         first.wait_for_text('step 5/')
@@ -124,6 +131,7 @@ def test_a_second_run_is_rejected_and_sigterm_saves_and_releases(bucket, whole, 
     assert_same(found, whole)
 
 
+@pytest.mark.gate
 def test_a_run_that_lost_its_lease_ends_with_a_sentence_and_leaves_it_alone(bucket, tmp_path):
     with training(tmp_path, faults='slow:200') as (host,):
         host.wait_for_text('step 5/')
@@ -134,6 +142,7 @@ def test_a_run_that_lost_its_lease_ends_with_a_sentence_and_leaves_it_alone(buck
     assert digests.list_steps(storage.resolve_folder(STORE) / 'run/checkpoints') == []
 
 
+@pytest.mark.gate
 def test_a_bucket_that_cannot_be_written_is_rejected_before_anything_is_compiled(bucket, tmp_path):
     bucket.fault = lambda method, path: 403 if '/upload/' in path else None
     with training(tmp_path) as (host,):
@@ -142,6 +151,7 @@ def test_a_bucket_that_cannot_be_written_is_rejected_before_anything_is_compiled
     assert 'compiling' not in host.text and 'Traceback' not in host.text
 
 
+@pytest.mark.gate
 def test_two_hosts_train_as_one_does(bucket, whole, tmp_path):
     """Sums over two processes are rounded in another way than the sums of one."""
     _, found = finish(tmp_path, count=2)

@@ -80,7 +80,7 @@ def test_a_step_that_needs_more_than_the_chip_has_does_not_fit(slice_of_eight):
 
 
 @needs_compiler
-@pytest.mark.gate
+@pytest.mark.nightly
 def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
     block = memory_plan.compile_step(task(compute=Compute(remat='block')), slice_of_eight)
     assert whole.peak > 1.5 * block.peak
@@ -88,7 +88,7 @@ def test_what_is_computed_again_is_not_kept(whole, slice_of_eight):
 
 
 @needs_compiler
-@pytest.mark.gate
+@pytest.mark.nightly
 def test_fsdp_splits_the_state_and_leaves_the_activations_split(whole, slice_of_eight):
     """Left alone, the compiler gathers the batch on every chip, which takes several times more."""
     mesh = MeshConfig(fsdp=8, fsdp_min_mb=0.0)

@@ -34,7 +34,7 @@ def changed(**changes):
 
 
 def fresh_params(config):
-    """Other parameters than those of `made`, without compiling the model's own initialization."""
+    """Parameters that differ from `made`, without compiling the model's initialization."""
     return jax.tree.map(lambda leaf: leaf + 1, made(config))
 
 

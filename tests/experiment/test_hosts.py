@@ -226,7 +226,7 @@ def test_the_process_that_the_others_wait_for_is_named_the_second_time(tmp_path,
 
 @pytest.mark.nightly
 def test_a_slow_process_of_a_run_is_named(tmp_path):
-    """Its steps take 0.5 s, and those of the other one a few tens of milliseconds."""
+    """Its steps take 0.5 s; the other process needs a few tens of milliseconds for a step."""
     flags = ['--config.total.steps=40', '--config.checkpoint_every_steps=10']
     with training(tmp_path, 'slow:500:1', 2, flags) as started:
         assert [host.wait() for host in started] == [0, 0]

@@ -68,7 +68,7 @@ def hashes():
     return [f'{hashlib.sha256(text.encode()).hexdigest()[:32]} {n}' for n, text in texts.items()]
 
 
-# Number of training images by data source: from TFDS, that of JFT from the paper.
+# Number of training images by data source, from TFDS; the number of JFT is from the paper.
 IMAGES = {
     'JFT-300M': 303_000_000,
     'tfds:imagenet21k': 14_197_122,
@@ -83,7 +83,7 @@ IMAGES = {
 
 
 def num_images(data):
-    """The number of training images; that of ImageNet if the data source is not in the table."""
+    """Returns the number of training images. Data that is not in the table counts as ImageNet."""
     return 1_000 if data.startswith('vtab:') else IMAGES.get(data, 1_281_167)
 
 

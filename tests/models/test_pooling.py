@@ -39,8 +39,8 @@ class Pooling(NamedTuple):
     # features(tokens, patch_tokens, params, config) returns the pooled features.
     features: Callable
     # attention(rows, patch_rows, pool_weights) returns the attention of the head's input (b m). Its
-    # arguments are the attention of all tokens (b n m), that of the patches, and the weights of an
-    # attention pooling. None: the figures reject the pooling.
+    # arguments are the attention of all tokens (b n m), the attention of the patches, and the
+    # weights of an attention pooling. None: the figures reject the pooling.
     attention: Callable | None
     formats: str = ''  # the formats of other libraries that have it
 
@@ -177,7 +177,7 @@ CONFIG = tiny.model(depth=2, registers=2, class_tokens=2, blocks_without_skips=(
 
 
 def planted():
-    """Images with random attention, that of 2 blocks with 2 heads and that of the pooling."""
+    """Images with random attention of 2 blocks with 2 heads, and of the pooling."""
     rng, tokens = np.random.default_rng(0), CONFIG.num_tokens
     weights = rng.dirichlet(np.ones(tokens), size=(2, 3, 2, tokens)).astype(np.float32)
     pooling = rng.dirichlet(np.ones(4), size=(3, 2, 1)).astype(np.float32)  # of 4 patches

@@ -4,6 +4,7 @@ All processes that tests start inherit the folder as TMPDIR. The folder of a kil
 by the next run, because nobody holds its lock any more.
 """
 
+import multiprocessing.util
 import os
 import pathlib
 import shutil
@@ -18,27 +19,19 @@ def pytest_configure(config):
     if hasattr(config, 'workerinput'):  # a worker has the folder of the process that started it
         return
     _remove_abandoned(pathlib.Path(tempfile.gettempdir()))
-    before = os.environ.get('TMPDIR')
     folder = tempfile.mkdtemp(prefix=PREFIX)
     lock = filelock.FileLock(folder + LOCK)
     lock.acquire()
     os.makedirs(folder, exist_ok=True)  # another run may have held the lock and removed it
-    _set_temporary_folder(folder)
+    os.environ['TMPDIR'] = folder
+    tempfile.tempdir = None  # read again from the environment
 
     def remove():
-        _set_temporary_folder(before)
         _remove(folder)
         lock.release()
 
-    config.add_cleanup(remove)
-
-
-def _set_temporary_folder(folder):
-    if folder is None:
-        os.environ.pop('TMPDIR', None)
-    else:
-        os.environ['TMPDIR'] = folder
-    tempfile.tempdir = None  # read again from the environment
+    # When the process exits, after multiprocessing has removed its own folder, at -100.
+    multiprocessing.util.Finalize(None, remove, exitpriority=-200)
 
 
 def _remove(folder):

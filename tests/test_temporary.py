@@ -6,7 +6,7 @@ import sys
 from tests.hosts import environment
 
 TESTS = """
-import os, pathlib, signal, tempfile
+import multiprocessing.util, os, pathlib, signal, tempfile
 
 def write(folder):
     (pathlib.Path(folder) / 'large').write_bytes(bytes(1000))
@@ -15,6 +15,7 @@ def test_that_fails(tmp_path, tmp_path_factory):
     write(tmp_path)
     write(tmp_path_factory.mktemp('shared'))
     write(tempfile.mkdtemp())
+    write(multiprocessing.util.get_temp_dir())  # which multiprocessing removes at its exit
     assert False
 
 def test_that_is_killed():
@@ -33,11 +34,12 @@ def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path):
         options = ['-p', 'tests.temporary', '-p', 'no:cacheprovider', '-c', '/dev/null']
         command = [sys.executable, '-m', 'pytest', *options, f'test_writing.py::{name}']
         env = environment() | {'TMPDIR': str(left), 'PYTEST_ADDOPTS': ''}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True)
 
-    assert run('test_that_fails') == 1
+    failed = run('test_that_fails')
+    assert failed.returncode == 1 and failed.stderr == b''
     assert [*left.iterdir()] == []
-    assert run('test_that_is_killed') == -9
+    assert run('test_that_is_killed').returncode == -9
     assert [*left.iterdir()] != []
-    assert run('test_that_fails') == 1
+    assert run('test_that_fails').returncode == 1
     assert [*left.iterdir()] == []

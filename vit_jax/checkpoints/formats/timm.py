@@ -304,7 +304,8 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     for name, only in _FIXED.items():
         value = getattr(config, name)
         require(value == only, f'the timm format cannot hold {name}={value}; use format=vit_jax')
-    require(config.pool != 'cls_gap', 'the timm format cannot hold pool=cls_gap')
+    is_known = config.pool in (*_POOLS.values(), 'cls_dist')
+    require(is_known, f'the timm format cannot hold pool={config.pool}; use format=vit_jax')
     usual = ViTConfig(gelu='exact')
     options = {name: getattr(config, name) for name in _OPTIONS}
     stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]

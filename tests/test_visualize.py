@@ -30,8 +30,9 @@ def text_of(folder):
     return ' '.join(html.unescape(re.sub('<[^>]*>', ' ', page)).split())
 
 
-@pytest.mark.gate
-@pytest.mark.parametrize('count', [1, 6])
+@pytest.mark.parametrize(
+    'count', [pytest.param(1, marks=pytest.mark.nightly), pytest.param(6, marks=pytest.mark.gate)]
+)
 def test_photos_of_any_size_without_labels_one_of_which_is_broken(count, tmp_path, capsys):
     """Figures that need labels or several images are left out, with the reason."""
     network, out, images = saved(tmp_path, 'hybrid', HYBRID), tmp_path / 'out', tmp_path / 'photos'

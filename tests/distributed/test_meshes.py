@@ -47,12 +47,12 @@ def trained(mesh: MeshConfig, devices: int, dropout: float):
     return initial, np.array(losses), sizes
 
 
-@pytest.mark.gate
 @pytest.mark.parametrize(
     'shape, dropout',
     [
-        ((2, 2, 2), 0.0),  # the last block is computed for the class token alone
-        ((1, 8, 1), 0.1),
+        # The last block is computed for the class token alone.
+        pytest.param((2, 2, 2), 0.0, marks=pytest.mark.gate),
+        pytest.param((1, 8, 1), 0.1, marks=pytest.mark.nightly),
     ],
 )
 def test_every_mesh_begins_with_the_same_bits_and_has_the_same_losses(shape, dropout):

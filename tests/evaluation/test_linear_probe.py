@@ -42,10 +42,10 @@ def make_probe(reader, config=CONFIG, **changes):
     'changes',
     [
         {},
-        {'registers': 2, 'norm': 'rms'},
-        {'final_norm': 'after_pool'},
-        {'pool': 'gap'},
         {'pool': 'gap', 'class_tokens': 1},
+        pytest.param({'final_norm': 'after_pool'}, marks=pytest.mark.gate),
+        pytest.param({'registers': 2, 'norm': 'rms'}, marks=pytest.mark.nightly),
+        pytest.param({'pool': 'gap'}, marks=pytest.mark.nightly),
     ],
 )
 def test_vectors_are_the_features_of_the_model_cut_after_each_block(changes):

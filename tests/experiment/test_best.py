@@ -34,27 +34,47 @@ def kept(result):
     return sorted(map(int, os.listdir(result.folder / 'checkpoints')))
 
 
-@pytest.mark.gate
-def test_a_run_without_improvement_is_complete_also_if_it_was_killed(tmp_path):
-    """It names its best step, stops again when it is repeated, and continues with more patience."""
-    whole = training_run.train(experiment(), str(tmp_path / 'whole'))
+def assert_same(found, whole):
+    chex.assert_trees_all_equal(found.state, whole.state)
+    assert without_speed(found.folder) == without_speed(whole.folder)
+    assert (kept(found), found.selection) == (kept(whole), whole.selection)
+    assert history.read_history(found.folder, '').event == 'complete'
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    return training_run.train(experiment(), str(tmp_path_factory.mktemp('best') / 'whole'))
+
+
+# In an evaluation, and at a later step.
+@pytest.mark.parametrize(
+    'ticks',
+    [
+        pytest.param((20,), marks=pytest.mark.gate),
+        pytest.param((13, 20), marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_without_improvement_is_complete_also_if_it_was_killed(whole, ticks, tmp_path):
+    """It names its best step."""
     best, last = whole.selection.step, int(whole.state.step)
     assert last == best + 4 < 60 and kept(whole) == [best, last]
     assert best % 4 > 0  # no other checkpoint is due there
     values = history.read_history(whole.folder, '').numbers['val/accuracy']
     assert values[best] == whole.selection.value == max(values.values())
     assert 'end' in whole.evals
-    for tick in 13, 20:  # in an evaluation, and at a later step
+    for tick in ticks:
         with pytest.raises(RuntimeError, match='the power'):
             training_run.train(experiment(), str(tmp_path / 'parts'), job=crash_at(tick))
-    parts = training_run.train(experiment(), str(tmp_path / 'parts'))
-    for found in parts, training_run.train(experiment(), str(tmp_path / 'parts')):
-        chex.assert_trees_all_equal(found.state, whole.state)
-        assert without_speed(found.folder) == without_speed(whole.folder)
-        assert (kept(found), found.selection) == (kept(whole), whole.selection)
-        assert history.read_history(found.folder, '').event == 'complete'
+    assert_same(training_run.train(experiment(), str(tmp_path / 'parts')), whole)
+
+
+@pytest.mark.nightly
+def test_a_complete_run_stays_as_it_is_and_continues_with_more_patience(whole, tmp_path):
+    folder = str(tmp_path / 'longer')
+    for _ in range(2):
+        assert_same(training_run.train(experiment(), folder), whole)
     patient = training_run.train(experiment(patience=4), str(tmp_path / 'patient'))
-    longer = training_run.train(experiment(patience=4), str(tmp_path / 'parts'))
+    longer = training_run.train(experiment(patience=4), folder)
     chex.assert_trees_all_equal(longer.state, patient.state)
     assert longer.selection == patient.selection and kept(longer) == kept(patient) != kept(whole)
 

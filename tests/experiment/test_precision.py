@@ -68,13 +68,8 @@ def test_a_run_keeps_the_precision_that_it_began_with(tmp_path, monkeypatch, cap
         training_run.train(other, folder)
 
 
-@pytest.mark.parametrize(
-    'model',
-    [
-        pytest.param(VIT, marks=pytest.mark.gate),
-        pytest.param(HYBRID, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize('model', [VIT, HYBRID])
 def test_losses_in_bfloat16_are_within_a_hundredth_of_those_in_float32(model):
     """While 32 images are learned. bfloat16 rounds each number by at most 1 in 256."""
     losses = {}

@@ -117,8 +117,15 @@ def without_speed(folder):
     return [{k: v for k, v in line.items() if k not in unlike} for line in lines(folder)]
 
 
-@pytest.mark.gate
-def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
+# In the evaluation at step 5; in it again, at the start; in the few-shot evaluation; at step 8.
+@pytest.mark.parametrize(
+    'heartbeats',
+    [
+        pytest.param((6, 14), marks=pytest.mark.gate),
+        pytest.param((6, 1, 5, 14), marks=pytest.mark.nightly),
+    ],
+)
+def test_ten_steps_are_five_and_crashes_and_five(heartbeats, tmp_path):
     config = tiny.experiment(
         checkpoint_every_steps=5,
         eval_every_steps=5,
@@ -137,8 +144,7 @@ def test_ten_steps_are_five_and_crashes_and_five(tmp_path):
         loader=loading.LoaderConfig(repeats=2, balance=0.5),
     )
     whole = training_run.train(config, str(tmp_path / 'whole'))
-    # In the evaluation at step 5; in it again, at the start; in the few-shot evaluation; at step 8.
-    for heartbeat in 6, 1, 5, 14:
+    for heartbeat in heartbeats:
         with pytest.raises(RuntimeError, match='the power'):
             training_run.train(config, str(tmp_path / 'parts'), job=crash_at(heartbeat))
     parts = training_run.train(config, str(tmp_path / 'parts'))

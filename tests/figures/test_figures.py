@@ -264,14 +264,13 @@ def test_planted_outliers_are_counted_where_they_are():
     assert f'n0 {2 / 30:.2%}' in figure.find_figure('outliers').finding(found)
 
 
-@pytest.mark.gate
 @pytest.mark.parametrize(
     'config',
     [
-        tiny.model(pool='map', registers=2),
-        tiny.model(pool='gap', final_norm='after_pool'),
-        tiny.model(pool='none', patch_size=(2, 4)),
-        files.HYBRID,
+        pytest.param(tiny.model(pool='map', registers=2), marks=pytest.mark.gate),
+        pytest.param(tiny.model(pool='gap', final_norm='after_pool'), marks=pytest.mark.gate),
+        pytest.param(tiny.model(pool='none', patch_size=(2, 4)), marks=pytest.mark.nightly),
+        pytest.param(files.HYBRID, marks=pytest.mark.nightly),
     ],
 )
 def test_features_are_the_last_tokens_of_any_vit(config):

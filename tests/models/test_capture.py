@@ -34,8 +34,13 @@ def made(config, **compute):
     return model, params, tiny.images(config=config)
 
 
-GATE = [('ViT', 'float32', 1), ('ViT', 'bfloat16', 3), ('hybrid', 'bfloat16', 1)]
-NIGHTLY = [('ViT', 'bfloat16', 1), ('hybrid', 'float32', 1), ('ResNet', 'bfloat16', 1)]
+GATE = [('ViT', 'bfloat16', 3), ('hybrid', 'bfloat16', 1)]
+NIGHTLY = [
+    ('ViT', 'float32', 1),
+    ('ViT', 'bfloat16', 1),
+    ('hybrid', 'float32', 1),
+    ('ResNet', 'bfloat16', 1),
+]
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,8 @@ IMAGES, KEY = tiny.images(4), jax.random.key(3)
     'of',
     [
         {'pool': 'cls'},
-        pytest.param({'pool': 'gap'}, marks=pytest.mark.gate),
         pytest.param({'pool': 'map', 'positions': 'relative'}, marks=pytest.mark.gate),
+        pytest.param({'pool': 'gap'}, marks=pytest.mark.nightly),
         pytest.param(
             {'positions': 'learned2d', 'positions_at': 'every_layer'}, marks=pytest.mark.gate
         ),

@@ -67,11 +67,11 @@ def test_the_example_of_the_docs_runs_where_this_package_cannot_be_imported(tmp_
     'config, loss, dtype',
     [
         (tiny.model(image_size=(12, 8)), None, 'bfloat16'),
+        pytest.param(tiny.model(pool='map', gelu='exact'), 'sigmoid', None, marks=pytest.mark.gate),
         *(
-            pytest.param(config, loss, None, marks=pytest.mark.gate)
+            pytest.param(config, loss, None, marks=pytest.mark.nightly)
             for config, loss in [
                 (tiny.model(pool='none', positions='sincos2d', num_classes=None), None),
-                (tiny.model(pool='map', gelu='exact'), 'sigmoid'),
                 (HYBRID, 'softmax'),
                 (RESNET, None),
             ]

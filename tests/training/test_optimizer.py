@@ -172,8 +172,10 @@ def test_each_leaf_moves_as_by_optax_alone_and_kernels_decay(kind):
         return results
 
     expected = jax.jit(alone)(LEAVES, GRADIENTS)
-    for name, leaf in moved_by(kind).items():  # rounding of float32 parameters up to 4
-        np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=1e-6, err_msg=name)
+    # Rounding of float32 parameters up to 4; Muon multiplies matrices fifteen times in a row.
+    atol = 4e-6 if kind == 'muon' else 1e-6
+    for name, leaf in moved_by(kind).items():
+        np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize('kind', OPTIONS)

@@ -49,6 +49,10 @@ def test_fields_that_are_not_traced_exist():
     assert {*_NOT_TRACED} <= {*records.field_types(TrainConfig)}
 
 
+def file_of(name):
+    return name.partition(':')[0]
+
+
 def program_of(name):
     """The values that determine the operations of the update."""
     values = golden.stated(golden.small(golden.config(name)))
@@ -56,28 +60,33 @@ def program_of(name):
     return json.dumps({key: value for key, value in values.items() if key not in _NOT_TRACED})
 
 
-def traced():
-    """The first configuration of each file, and at night one for each other program."""
-    quick = 'configs/quickstart.py', 'configs/pretrain/vit.py:jft,B/16'
-    files, programs = set(), set()
-    for name in (*quick, *(name for name in RUNS if name not in quick)):
-        if golden.config(name).total is None:  # it trains nothing
-            continue
-        file, program = name.partition(':')[0], program_of(name)
-        if file in files and program in programs:
-            continue
-        mark = pytest.mark.nightly if file in files else pytest.mark.gate
-        yield pytest.param(name, marks=[] if name in quick else mark)
-        files.add(file)
-        programs.add(program)
+TRAINED = [name for name in RUNS if golden.config(name).total is not None]
+FIRST = {file_of(name): name for name in reversed(TRAINED)}  # of each file
+QUICK = 'configs/quickstart.py', 'configs/pretrain/vit.py'
 
 
-@pytest.mark.parametrize('name', [*traced()])
-def test_an_update_of_a_configuration_is_traced(name):
-    """With its first state, for eight devices."""
+@pytest.mark.parametrize(
+    'file', [f if f in QUICK else pytest.param(f, marks=pytest.mark.gate) for f in sorted(FIRST)]
+)
+def test_an_update_of_the_first_configuration_of_a_file_is_traced(file):
+    trace(FIRST[file])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('file', sorted(FIRST))
+def test_an_update_of_each_other_program_of_a_file_is_traced(file):
+    seen = {program_of(FIRST[file])}
+    for name in TRAINED:
+        if file_of(name) == file and program_of(name) not in seen:
+            seen.add(program_of(name))
+            trace(name)
+
+
+def trace(name):
+    """Traces the first state and an update, for eight devices."""
     config = golden.config(name)
     config.start_from = config.start_from or 'some/checkpoint'
-    config = golden.small(records.validated(config, where='config'))
+    config = golden.small(records.validated(config, where=name))
     images = golden.num_images(config.data)
     experiment = build_experiment(
         with_dummy_data(config, num_classes=1000, num_images=images),
@@ -88,8 +97,8 @@ def test_an_update_of_a_configuration_is_traced(name):
     batch = abstract_batch(experiment.mesh, config.batch_size, size)
     for update in experiment.updates.values():
         after, metrics = jax.eval_shape(update, state, batch)
-        assert tree_names.named_leaves(after) == tree_names.named_leaves(state)
-        assert metrics.sums['loss'].shape == ()
+        assert tree_names.named_leaves(after) == tree_names.named_leaves(state), name
+        assert metrics.sums['loss'].shape == (), name
 
 
 def test_the_study_of_vtab_runs_the_configurations_of_its_tasks():

@@ -5,7 +5,9 @@ no hash. python -m tests.golden writes the hashes. python -m tests.golden NAME p
 configuration differs from that of the last commit, defaults included.
 """
 
+import copy
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -35,6 +37,11 @@ def names_of(path):
 
 
 def config(name):
+    return copy.deepcopy(_made(name))
+
+
+@functools.cache
+def _made(name):
     path, *argument = name.split(':', 1)
     return module(ROOT / path).get_config(*argument)
 

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.hosts import environment
 
 TESTS = """
@@ -24,6 +26,7 @@ def test_that_is_killed():
 """
 
 
+@pytest.mark.gate
 def test_a_run_leaves_nothing_in_the_temporary_folder(tmp_path):
     """After a failure; a killed run leaves its folder to the next run."""
     (tmp_path / 'test_writing.py').write_text(TESTS)

@@ -28,7 +28,7 @@ def unit(vectors):
     return vectors / np.linalg.norm(vectors.astype(np.float64), axis=-1, keepdims=True)
 
 
-@pytest.mark.parametrize('bias', [None, -9.5])
+@pytest.mark.parametrize('bias', [pytest.param(None, marks=pytest.mark.gate), -9.5])
 @pytest.mark.parametrize('name', TOWERS)
 def test_logits_are_scaled_cosine_similarities_plus_the_bias(name, bias, tmp_path):
     io = reference.family_io(name, None)

@@ -15,7 +15,7 @@ from vit_jax.distributed import sharding_rules
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import ViTConfig, build
+from vit_jax.models import ViTConfig, abstract_params, build
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -113,7 +113,7 @@ def random_params(params, *, scale: float = 0.3):
 def built(config: ViTConfig, **options):
     """A model, and parameters of it that are drawn."""
     model = build(config, **options)
-    return model, random_params(jax.eval_shape(model.init, jax.random.key(0)))
+    return model, random_params(abstract_params(config))
 
 
 def assigned(config, **changes):

@@ -96,8 +96,15 @@ KINDS = {
 
 
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('exif_rotation', [True, False])
-@pytest.mark.parametrize('size', [SIZE, (4, 5)])  # of the other all reductions are wanted
+@pytest.mark.parametrize(
+    'exif_rotation, size',
+    [
+        (True, SIZE),
+        pytest.param(True, (4, 5), marks=pytest.mark.gate),  # all reductions are wanted
+        pytest.param(False, SIZE, marks=pytest.mark.gate),
+        pytest.param(False, (4, 5), marks=pytest.mark.nightly),
+    ],
+)
 def test_crops_are_those_of_the_whole_image_to_the_bit(kind, exif_rotation, size, with_decoder):
     stored = encoded(**KINDS[kind])
     with_decoder(True)

@@ -55,7 +55,7 @@ CASES = [
     for format in ENDINGS
     if format not in ('open_clip', 'vit5')
     for gelu, every, mark in [
-        ('tanh', 19, [] if format == 'google' else pytest.mark.gate),
+        ('tanh', 19, pytest.mark.gate),
         ('quick', 19, pytest.mark.nightly),
         ('exact', 7, pytest.mark.nightly),
     ]

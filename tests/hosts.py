@@ -18,6 +18,7 @@ import sys
 import time
 from multiprocessing import forkserver
 
+import numpy as np
 import psutil
 
 from vit_jax.base import storage
@@ -169,3 +170,11 @@ def result(folder):
     clocked += 'slowest_host_seconds', 'slowest_host_ratio'
     measured = [{k: v for k, v in line.items() if k not in clocked} for line in lines]
     return named_leaves(load_params(f'{folder}/run')), measured
+
+
+def assert_same(found, expected):
+    """Compares two results: parameters bit for bit, and every number that was measured, once."""
+    assert found[0].keys() == expected[0].keys()
+    for name, leaf in found[0].items():
+        np.testing.assert_array_equal(leaf, expected[0][name], name)
+    assert found[1] == expected[1]

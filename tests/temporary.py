@@ -1,4 +1,4 @@
-"""A pytest plugin: each test run has one temporary folder, which is removed when the run ends.
+"""A pytest plugin: each test run has one temporary folder, which is removed when its process exits.
 
 All processes that tests start inherit the folder as TMPDIR. The folder of a killed run is removed
 by the next run, because nobody holds its lock any more.
@@ -30,7 +30,7 @@ def pytest_configure(config):
         _remove(folder)
         lock.release()
 
-    # When the process exits, after multiprocessing has removed its own folder, at -100.
+    # multiprocessing removes its own folder at priority -100. A lower priority is later.
     multiprocessing.util.Finalize(None, remove, exitpriority=-200)
 
 

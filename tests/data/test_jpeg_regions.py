@@ -100,7 +100,7 @@ KINDS = {
     'exif_rotation, size',
     [
         (True, SIZE),
-        pytest.param(True, (4, 5), marks=pytest.mark.gate),  # all reductions are wanted
+        pytest.param(True, (4, 5), marks=pytest.mark.gate),  # needs every reduction
         pytest.param(False, SIZE, marks=pytest.mark.gate),
         pytest.param(False, (4, 5), marks=pytest.mark.nightly),
     ],

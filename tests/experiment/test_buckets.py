@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import vit_jax
-from tests.hosts import hosts, result
+from tests.hosts import assert_same, hosts, result
 from vit_jax.base import UserError, storage
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import load_card
@@ -39,14 +39,6 @@ def whole(tmp_path_factory):
     """The result of an uninterrupted run in a directory."""
     folder = tmp_path_factory.mktemp('whole')
     return finish(folder, folder)[1]
-
-
-def assert_same(found, expected):
-    """The parameters bit for bit, and every number that was measured, once."""
-    assert found[0].keys() == expected[0].keys()
-    for name, leaf in found[0].items():
-        np.testing.assert_array_equal(leaf, expected[0][name], name)
-    assert found[1] == expected[1]
 
 
 def flip(bucket, name):

@@ -13,7 +13,7 @@ import pytest
 
 import vit_jax
 from tests import tiny
-from tests.hosts import KILL_AFTER, hosts, result
+from tests.hosts import KILL_AFTER, assert_same, hosts, result
 from vit_jax.checkpoints import digests
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import REQUEUE, Job
@@ -132,12 +132,10 @@ def test_sigterm_stops_all_after_one_step_and_the_run_resumes_to_the_same_bits(
     with training(folder, count=count, flags=['--accept_config_changes']) as started:
         assert [host.wait() for host in started] == [0] * count
     assert f'resuming at step {stopped} ' in started[0].text
-    (params, lines), (expected, expected_lines) = result(folder), result(finish_whole())
-    assert params.keys() == expected.keys()
-    for name, leaf in params.items():
-        np.testing.assert_array_equal(leaf, expected[name], name)
-    if phases == ['save']:  # and every number, once
-        assert lines == expected_lines
+    found, expected = result(folder), result(finish_whole())
+    if phases != ['save']:  # evaluations at other steps
+        found, expected = (found[0], []), (expected[0], [])
+    assert_same(found, expected)
 
 
 @pytest.mark.gate

@@ -117,11 +117,12 @@ def without_speed(folder):
     return [{k: v for k, v in line.items() if k not in unlike} for line in lines(folder)]
 
 
-# In the evaluation at step 5; in it again, at the start; in the few-shot evaluation; at step 8.
 @pytest.mark.parametrize(
     'heartbeats',
     [
+        # In the evaluation at step 5, and at step 8.
         pytest.param((6, 14), marks=pytest.mark.gate),
+        # In that evaluation, in it again after the restart, in the few-shot evaluation, at step 8.
         pytest.param((6, 1, 5, 14), marks=pytest.mark.nightly),
     ],
 )

@@ -37,11 +37,11 @@ def names_of(path):
 
 
 def config(name):
-    return copy.deepcopy(_made(name))
+    return copy.deepcopy(_build(name))
 
 
 @functools.cache
-def _made(name):
+def _build(name):
     path, *argument = name.split(':', 1)
     return module(ROOT / path).get_config(*argument)
 

@@ -42,6 +42,7 @@ COMPUTE = [
 
 
 QUICK = 'Ti/16', 'S/16', 'B/16', 'R+Ti/16', 'R50x1'
+assert {*QUICK} <= {*PARAMETERS}
 
 
 @pytest.mark.parametrize(

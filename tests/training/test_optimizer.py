@@ -1,6 +1,7 @@
 """Schedules, and every named optimizer against optax alone."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -13,6 +14,7 @@ from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.store import Checkpoints
 from vit_jax.distributed.meshes import MeshConfig, batch_sharding, jit_on, make_mesh, replicated
 from vit_jax.distributed.sharding_rules import shardings_for
+from vit_jax.training import muon
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.losses import BatchSums
 from vit_jax.training.optimizer import (
@@ -172,9 +174,10 @@ def test_each_leaf_moves_as_by_optax_alone_and_kernels_decay(kind):
         return results
 
     expected = jax.jit(alone)(LEAVES, GRADIENTS)
-    # Rounding of float32 parameters up to 4; Muon multiplies matrices fifteen times in a row.
-    atol = 4e-6 if kind == 'muon' else 1e-6
     for name, leaf in moved_by(kind).items():
+        # Rounding of float32 parameters up to 4. Muon's five iterations enlarge the smallest
+        # singular values 3.44-fold each, and their rounding as well: to 3e-5 of updates of 0.06.
+        atol = 4e-6 if kind == 'muon' and re.fullmatch(muon.MATRIX, name) else 1e-6
         np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=atol, err_msg=name)
 
 

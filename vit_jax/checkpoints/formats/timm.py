@@ -33,6 +33,7 @@ _VARIANTS = {'gamma_1', 'q_bias', 'fc1_g', 'w12', 'register_tokens'}
 _GELUS: dict[str, Gelu | None] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
 _GELUS |= {'silu': None}
 _POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
+_SUPPORTED_POOLS = *_POOLS.values(), 'cls_dist'
 # Fields of `ViTConfig` that have only this value in timm.
 _FIXED = {'parallel': False, 'norm': 'layer', 'qkv_bias': True}
 _FIXED |= {'positions_at': 'stem'}
@@ -304,8 +305,8 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     for name, only in _FIXED.items():
         value = getattr(config, name)
         require(value == only, f'the timm format cannot hold {name}={value}; use format=vit_jax')
-    is_known = config.pool in (*_POOLS.values(), 'cls_dist')
-    require(is_known, f'the timm format cannot hold pool={config.pool}; use format=vit_jax')
+    is_supported = config.pool in _SUPPORTED_POOLS
+    require(is_supported, f'the timm format cannot hold pool={config.pool}; use format=vit_jax')
     usual = ViTConfig(gelu='exact')
     options = {name: getattr(config, name) for name in _OPTIONS}
     stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]

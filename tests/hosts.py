@@ -173,7 +173,7 @@ def result(folder):
 
 
 def assert_same(found, expected):
-    """Compares two results: parameters bit for bit, and every number that was measured, once."""
+    """Compares two results: parameters bit for bit, and the whole lists of measured numbers."""
     assert found[0].keys() == expected[0].keys()
     for name, leaf in found[0].items():
         np.testing.assert_array_equal(leaf, expected[0][name], name)

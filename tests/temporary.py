@@ -1,4 +1,4 @@
-"""A pytest plugin: each test run has one temporary folder, which is removed when its process exits.
+"""A pytest plugin that gives each test run one temporary folder and removes it when the run exits.
 
 All processes that tests start inherit the folder as TMPDIR. The folder of a killed run is removed
 by the next run, because nobody holds its lock any more.
@@ -22,7 +22,7 @@ def pytest_configure(config):
     folder = tempfile.mkdtemp(prefix=PREFIX)
     lock = filelock.FileLock(folder + LOCK)
     lock.acquire()
-    os.makedirs(folder, exist_ok=True)  # another run may have held the lock and removed it
+    os.makedirs(folder, exist_ok=True)  # another run may have removed it before the lock was held
     os.environ['TMPDIR'] = folder
     tempfile.tempdir = None  # read again from the environment
 
@@ -30,7 +30,8 @@ def pytest_configure(config):
         _remove(folder)
         lock.release()
 
-    # multiprocessing removes its own folder at priority -100. A lower priority is later.
+    # multiprocessing removes its own folder at priority -100. Finalizers with a lower priority run
+    # later.
     multiprocessing.util.Finalize(None, remove, exitpriority=-200)
 
 

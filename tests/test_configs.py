@@ -81,7 +81,7 @@ def test_an_update_of_each_other_program_of_a_file_is_traced(file):
     for name in TRAINED:
         if file_of(name) == file and program_of(name) not in seen:
             seen.add(program_of(name))
-            print(name)  # pytest shows it where an exception does not say it
+            print(name)  # if the test fails, pytest shows this name
             trace_update(name)
 
 

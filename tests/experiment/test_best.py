@@ -66,7 +66,7 @@ def test_a_killed_run_without_improvement_ends_like_an_uninterrupted_one(whole, 
             training_run.train(experiment(), str(tmp_path / 'parts'), job=crash_at(tick))
         if tick == ticks[0]:
             assert read_events(tmp_path / 'parts/events.jsonl')[-1]['event'] == 'evaluating val'
-    for _ in range(2):  # a complete run does not change
+    for _ in range(2):  # starting a complete run again changes nothing
         assert_same(training_run.train(experiment(), str(tmp_path / 'parts')), whole)
 
 

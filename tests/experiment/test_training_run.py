@@ -120,9 +120,10 @@ def without_speed(folder):
 @pytest.mark.parametrize(
     'heartbeats',
     [
-        # In the evaluation at step 5, and at step 8.
+        # During the evaluation at step 5, and at step 8.
         pytest.param((6, 14), marks=pytest.mark.gate),
-        # In that evaluation, in it again after the restart, in the few-shot evaluation, at step 8.
+        # During the evaluation at step 5, during the same one after the restart, during the
+        # few-shot evaluation, and at step 8.
         pytest.param((6, 1, 5, 14), marks=pytest.mark.nightly),
     ],
 )

@@ -83,7 +83,8 @@ def whole(tmp_path_factory, taught):
 
 @pytest.mark.gate
 def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught, tmp_path):
-    # A signal takes less than the 14 steps of 50 ms until the next one is due, or the run ends.
+    # The run handles a signal in less than 14 steps of 50 ms (0.7 s). The next signal is due later,
+    # and so is the end of the run.
     slow = 'tests.faulty', 'slow:50'
     with training(tmp_path, taught, program=slow) as (host,):
         host.wait_until(lambda: 10 in list_steps(tmp_path / 'run/checkpoints'), 'a checkpoint')

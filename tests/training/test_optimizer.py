@@ -175,8 +175,8 @@ def test_each_leaf_moves_as_by_optax_alone_and_kernels_decay(kind):
 
     expected = jax.jit(alone)(LEAVES, GRADIENTS)
     for name, leaf in moved_by(kind).items():
-        # Rounding of float32 parameters up to 4. Muon's five iterations enlarge the smallest
-        # singular values 3.44-fold each, and their rounding as well: to 3e-5 of updates of 0.06.
+        # Covers rounding of float32 parameters up to 4, and of Muon's updates of 0.06: each of five
+        # iterations multiplies the smallest singular values and their rounding by 3.44, so 3e-5.
         atol = 4e-6 if kind == 'muon' and re.fullmatch(muon.MATRIX, name) else 1e-6
         np.testing.assert_allclose(leaf, expected[name], rtol=0, atol=atol, err_msg=name)
 

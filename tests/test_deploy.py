@@ -68,6 +68,7 @@ def check_flags(words):
     return arguments
 
 
+@pytest.mark.gate
 def test_the_base_manifest_matches_the_schema():
     jobset = yaml.safe_load((DEPLOY / 'gke/base/jobset.yaml').read_text())
     _, pod = check_jobset(jobset)
@@ -78,6 +79,7 @@ def test_the_base_manifest_matches_the_schema():
 
 
 @needs_kubectl
+@pytest.mark.gate
 @pytest.mark.parametrize('place', ['v5e', 'v6e', 'tpu7x'])
 def test_a_tpu_slice_has_a_pod_for_each_host(place):
     job, pod = check_jobset(render(place))

@@ -405,6 +405,7 @@ def average(folder, flag, *models):
     return vit_jax.load(folder / 'out')
 
 
+@pytest.mark.gate
 def test_logits_of_averaged_heads_are_averages_and_copies_have_the_same_bits(tmp_path):
     assert average(tmp_path, '--average', NAMED, NAMED, NAMED) == NAMED
     assert average(tmp_path, '--weights=1,0', NAMED, OTHER) == NAMED

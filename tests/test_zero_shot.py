@@ -11,8 +11,6 @@ from vit_jax.base.errors import UserError
 NAMES = tuple('9876543210')
 # CLIP's projection, SigLIP's attention pooling, and CLIP without its projection, by layout.
 TOWERS = 'clip_openclip', 'siglip_timm_remainder', 'clip_hf', 'siglip_hf', 'clip_hf_vision'
-COMMITTED = reference.COMMITTED_FAMILIES
-TOWERS = [pytest.param(n, marks=() if n in COMMITTED else pytest.mark.nightly) for n in TOWERS]
 SCALE = 50.0
 
 
@@ -29,7 +27,10 @@ def unit(vectors):
 
 
 @pytest.mark.parametrize('bias', [pytest.param(None, marks=pytest.mark.gate), -9.5])
-@pytest.mark.parametrize('name', TOWERS)
+@pytest.mark.parametrize(
+    'name',
+    [*reference.by_tier(zip(TOWERS), ('clip_openclip',), reference.COMMITTED_FAMILIES)],
+)
 def test_logits_are_scaled_cosine_similarities_plus_the_bias(name, bias, tmp_path):
     io = reference.family_io(name, None)
     embeddings, source = io.get('logits', io['features']), reference.family(name)

@@ -70,6 +70,7 @@ def test_each_of_a_hundred_flipped_bits_is_noticed_and_its_file_named(run):
 
 
 @pytest.mark.parametrize('damage', ['cut', 'missing'])
+@pytest.mark.gate
 def test_a_file_that_is_cut_or_missing_is_named(copy, damage):
     folder = copy / 'checkpoints/10'
     path = max(files(folder / 'params'), key=lambda path: path.stat().st_size)
@@ -111,6 +112,7 @@ def test_a_disk_that_cannot_be_read_is_no_damage(copy, monkeypatch):
     assert (copy / 'checkpoints/10').is_dir()
 
 
+@pytest.mark.gate
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_with_a_warning(run, copy, caplog):
     folder = copy / 'checkpoints'
     array = max(files(folder / '10/training'), key=lambda path: path.stat().st_size)

@@ -74,7 +74,7 @@ def test_a_batch_repeats_its_images_with_other_random_numbers(repeats, batch_siz
             assert all(a != b for a, b in zip(rows, rows[-1:] + rows, strict=False))  # MixUp
 
 
-@pytest.mark.parametrize('balance', [0.3, 1.0])
+@pytest.mark.parametrize('balance', [0.3, pytest.param(1.0, marks=pytest.mark.gate)])
 def test_classes_are_as_frequent_as_configured_and_their_images_take_turns(balance):
     sizes = np.array([1, 3, 0, 10, 60])
     labels = np.random.default_rng(0).permutation(np.repeat(np.arange(5), sizes))

@@ -41,8 +41,8 @@ def make_probe(reader, config=CONFIG, **changes):
 @pytest.mark.parametrize(
     'changes',
     [
-        {},
         {'pool': 'gap', 'class_tokens': 1},
+        pytest.param({}, marks=pytest.mark.gate),
         pytest.param({'final_norm': 'after_pool'}, marks=pytest.mark.gate),
         pytest.param({'registers': 2, 'norm': 'rms'}, marks=pytest.mark.nightly),
         pytest.param({'pool': 'gap'}, marks=pytest.mark.nightly),
@@ -90,6 +90,7 @@ def test_the_test_set_does_not_choose_the_head():
     assert found['validation_accuracy'][found['chosen']] == best
 
 
+@pytest.mark.gate
 def test_an_image_is_either_trained_on_or_validates():
     reads, train = [], make_reader(IMAGES, LABELS)
     source = train.source

@@ -15,6 +15,7 @@ import pathlib
 
 from tests import tiny
 from vit_jax.base import records
+from vit_jax.studies.config import Study
 from vit_jax.training.distillation import Distillation
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -47,6 +48,11 @@ def _build(name):
 
 
 NAMES = [name for path in FILES for name in names_of(path)]
+STUDIES = [
+    name
+    for name in NAMES
+    if name.startswith('configs/studies/') and isinstance(config(name), Study)
+]
 
 
 def stated(value):

@@ -19,19 +19,12 @@ ENDINGS = {
 }
 
 
-def by_tier(rows, quick, committed):
-    """Marks the rows (name, ...) by name: quick, in the gate if they are committed, or nightly."""
-    for name, *more in rows:
-        mark = pytest.mark.gate if name in committed else pytest.mark.nightly
-        yield pytest.param(name, *more, marks=[] if name in quick else mark)
-
-
 FAMILIES = [row for row in reference.families() if row[0] not in REJECTED]
 QUICK_FAMILIES = 'clip_openclip', 'dinov3_hf'
 
 
 @pytest.mark.parametrize(
-    'name, size', [*by_tier(FAMILIES, QUICK_FAMILIES, reference.COMMITTED_FAMILIES)]
+    'name, size', [*reference.by_tier(FAMILIES, QUICK_FAMILIES, reference.COMMITTED_FAMILIES)]
 )
 def test_features_and_logits_of_a_family_equal_the_library_at_every_size(name, size):
     io = reference.family_io(name, size)
@@ -52,11 +45,11 @@ def arguments_named_by(notes):
     return eval(f'dict({", ".join(told)})')  # as a reader would type them
 
 
-QUICK = 'google_vit_token_prelogits', 'hf_vit', 'timm_map'  # each of another system
+QUICK = ('google_vit_token_prelogits',)
 
 
 @pytest.mark.parametrize(
-    'name', [*by_tier([(name,) for name in reference.HINTS], QUICK, reference.COMMITTED)]
+    'name', [*reference.by_tier([(name,) for name in reference.HINTS], QUICK, reference.COMMITTED)]
 )
 def test_logits_equal_the_original_code_and_each_format_returns_them(name, tmp_path):
     loaded = vit_jax.load(reference.path(name), **reference.HINTS[name])

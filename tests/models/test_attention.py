@@ -170,7 +170,7 @@ def with_gradients(implementation, mesh, arguments):
 @pytest.mark.parametrize(
     'length, shape',
     [
-        (5, (1, 1, 1)),  # one block that is filled up
+        pytest.param(5, (1, 1, 1), marks=pytest.mark.gate),  # one block that is filled up
         pytest.param(1025, (2, 2, 2), marks=pytest.mark.gate),  # two, on eight devices
         pytest.param(5, (8, 1, 1), marks=pytest.mark.gate),  # more devices than examples
         pytest.param(5, (1, 1, 8), marks=pytest.mark.gate),  # more devices than heads

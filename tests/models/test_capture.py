@@ -34,7 +34,7 @@ def made(config, **compute):
     return model, params, tiny.images(config=config)
 
 
-GATE = [('ViT', 'bfloat16', 3), ('hybrid', 'bfloat16', 1)]
+GATE = [('ResNet', 'float32', 1), ('ViT', 'bfloat16', 3), ('hybrid', 'bfloat16', 1)]
 NIGHTLY = [
     ('ViT', 'float32', 1),
     ('ViT', 'bfloat16', 1),
@@ -46,7 +46,6 @@ NIGHTLY = [
 @pytest.mark.parametrize(
     'network, dtype, unroll',
     [
-        ('ResNet', 'float32', 1),
         *(pytest.param(*each, marks=pytest.mark.gate) for each in GATE),
         *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY),
     ],

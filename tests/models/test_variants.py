@@ -58,7 +58,8 @@ def test_parameter_counts_are_the_published_ones_to_the_digit(name):
 def by_tier(row):
     """The deep ResNets and hybrids take seconds each to trace."""
     large = row[0].startswith(('R101', 'R152', 'R200', 'R50+L', 'R50x2'))
-    return pytest.param(*row, marks=[pytest.mark.nightly] * large)
+    tier = pytest.mark.nightly if large else pytest.mark.gate
+    return pytest.param(*row, marks=() if row[0] == 'B/16' else tier)
 
 
 @functools.cache

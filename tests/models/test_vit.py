@@ -203,7 +203,7 @@ IMAGES, KEY = tiny.images(4), jax.random.key(3)
 @pytest.mark.parametrize(
     'of',
     [
-        {'pool': 'cls'},
+        pytest.param({'pool': 'cls'}, marks=pytest.mark.gate),
         pytest.param({'pool': 'map', 'positions': 'relative'}, marks=pytest.mark.gate),
         pytest.param({'pool': 'gap'}, marks=pytest.mark.nightly),
         pytest.param(
@@ -272,6 +272,7 @@ def test_the_first_parameters_come_from_one_program_however_the_network_is_compu
     assert programs[0] == programs[1]
 
 
+@pytest.mark.gate
 def test_the_program_does_not_grow_with_depth():
     def lines(depth):
         model = build(tiny.model(depth=depth))

@@ -69,6 +69,13 @@ FAMILIES = 'families'  # the folder of the ViTs that people use, each a folder o
 COMMITTED_FAMILIES = sorted({p.name.split('.')[0] for p in (HERE / FAMILIES).glob('*.io.npz')})
 
 
+def by_tier(rows, quick, committed):
+    """Marks the rows (name, ...) by name: quick, in the gate if they are committed, or nightly."""
+    for name, *more in rows:
+        mark = pytest.mark.gate if name in committed else pytest.mark.nightly
+        yield pytest.param(name, *more, marks=[] if name in quick else mark)
+
+
 def timm_names() -> dict[str, dict]:
     """What timm 1.0.31 says of each network that it publishes, by name."""
     return json.loads(gzip.decompress((HERE / 'timm_names.json.gz').read_bytes()))

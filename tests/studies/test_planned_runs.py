@@ -177,6 +177,7 @@ def test_means_are_over_the_seeds_that_all_have(tmp_path):
     assert first.published == pytest.approx(0.7) and second.published is None
 
 
+@pytest.mark.gate
 def test_compute_is_that_of_table_6_for_the_first_training(tmp_path):
     grids = {
         'train': Grid(axes={'depth': DEPTHS}, measures=('compute',)),
@@ -188,9 +189,6 @@ def test_compute_is_that_of_table_6_for_the_first_training(tmp_path):
     for row, depth in zip(rows_of(tmp_path, one), (1, 2, 1, 2), strict=True):
         expected = 6 * count_multiply_adds(tiny.model(depth=depth, num_classes=None)) * 16 * 10
         np.testing.assert_allclose(row.numbers['compute'][0], expected)
-
-
-STUDIES = [name for name in golden.NAMES if isinstance(golden.config(name), Study)]
 
 
 def build_run(run):
@@ -214,7 +212,7 @@ def runs_of_one_seed(name):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize('name', STUDIES)
+@pytest.mark.parametrize('name', golden.STUDIES)
 def test_the_first_run_of_each_grid_can_start(name):
     """And all runs of the study are valid: `plan_runs` validates them."""
     first = {}
@@ -225,7 +223,7 @@ def test_the_first_run_of_each_grid_can_start(name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize('name', STUDIES)
+@pytest.mark.parametrize('name', golden.STUDIES)
 def test_each_run_of_a_study_can_start(name):
     """A run is left out if its model and all its other values occur in runs before it."""
     seen = set()

@@ -158,6 +158,7 @@ def test_a_model_for_a_gpu_gets_its_linear_map_without_one():
     assert params[PROJECTION]['kernel'].shape == (model.config.width, model.config.width)
 
 
+@pytest.mark.gate
 def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_path):
     config = with_dummy_data(experiment(saved(tmp_path)), num_classes=10, num_images=100)
     built = build_experiment(config, devices=jax.devices())

@@ -66,6 +66,7 @@ def test_a_perturbation_that_cannot_follow_the_rate_is_rejected():
     assert make_sharpener(Sam(), schedule, peak=peak, total_steps=1) is not None
 
 
+@pytest.mark.gate
 def test_parts_of_a_batch_share_one_perturbation():
     params = PARAMS | {'noise': 0.0}
     batch = BATCH | {'mask': jnp.arange(8) % 3 > 0}  # parts of unequal weight

@@ -271,6 +271,7 @@ def test_what_no_array_shows_is_asked_for(tmp_path):
     assert vit_jax.load(path, num_heads=2).config.num_heads == 2
 
 
+@pytest.mark.gate
 def test_a_subtree_of_an_npz_is_read_and_the_rest_is_listed(tmp_path):
     config, form = MAP, google.BIGVISION
     tower = contents(saved(tmp_path, config, form))

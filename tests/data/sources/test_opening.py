@@ -184,6 +184,7 @@ def table_of(folder, counts):
     return str(folder / 'table.csv')
 
 
+@pytest.mark.gate
 def test_what_is_held_out_is_so_by_its_name_whatever_comes_goes_or_moves(tmp_path):
     """Photos are added, others removed, and all moved elsewhere: no test image is trained on."""
 

@@ -6,10 +6,15 @@ import os
 import pathlib
 import pkgutil
 import signal
+import sys
 
 import pytest
 
 pytest_plugins = ['tests.temporary']
+if sys.flags.optimize:
+    raise pytest.UsageError(
+        'PYTHONOPTIMIZE is set: it removes the assertions of the tests; unset it'
+    )
 
 # Before jax is imported. Tests that want another number of devices start a process of their own.
 # Eight devices share the threads of XLA, and a thread that waits in a collective is not free for
@@ -25,9 +30,13 @@ flags = [
 ]
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # a worker has them from the process that began it
     os.environ['XLA_FLAGS'] = ' '.join(flags)
+for name in [name for name in os.environ if name.startswith('JAX_')]:
+    if name != 'JAX_COMPILATION_CACHE_DIR':
+        del os.environ[name]
 os.environ['NPROC'] = '32'
 os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['no_proxy'] = os.environ['NO_PROXY'] = '127.0.0.1,localhost'  # the tests' own servers
 # Behind nohup, and in the background of a script, these are ignored, and the processes that the
 # tests start would ignore them too.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -38,7 +38,8 @@ def pytest_configure(config):
 def _remove(folder):
     """Removes a folder and its lock, which this process holds."""
     shutil.rmtree(folder, ignore_errors=True)
-    pathlib.Path(folder + LOCK).unlink(missing_ok=True)
+    if not os.path.exists(folder):  # else the next run tries again
+        pathlib.Path(folder + LOCK).unlink(missing_ok=True)
 
 
 def _remove_abandoned(parent):

@@ -13,6 +13,7 @@ from vit_jax.base import UserError
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
 from vit_jax.data.sources.arrays import array_source
+from vit_jax.distributed.meshes import MeshConfig, batch_sharding, make_mesh
 
 N = 37
 CHOSEN = {'repeats': 3, 'balance': 0.5}  # how images are chosen, other than by default
@@ -187,6 +188,29 @@ def test_the_first_images_that_are_left_out_are_named_once(caplog):
     for text in 'a', 'b', 'a', 'c':
         warn(text)
     assert [line[:10] for line in caplog.messages] == ['skipped: a', 'skipped: b']
+
+
+# Another value of each field that changes what a reader reads.
+OTHER = {
+    'source': dataclasses.replace(SOURCE),
+    'crop': RandomCrop(),
+    'size': (4, 4),
+    'exif_rotation': False,
+    'seed': 1,
+    'on_unreadable': 'skip',
+    'max_pixels': 7,
+}
+
+
+def test_readers_share_a_loader_if_they_read_the_same():
+    reader = loading.ImageReader(SOURCE, Resize(), (6, 6), exif_rotation=True)
+    assert {*OTHER} == {field.name for field in dataclasses.fields(reader)} - {'on_skipped'}
+    sharding = batch_sharding(make_mesh(MeshConfig()))
+    loader_of = loading.make_loaders(loading.LoaderConfig(placement='host'), sharding)
+    one = loader_of(reader)
+    assert loader_of(dataclasses.replace(reader, on_skipped=print)) is one
+    for name, value in OTHER.items():
+        assert loader_of(dataclasses.replace(reader, **{name: value})) is not one, name
 
 
 SENSELESS = {'threads': 0, 'device_mb': -1.0, 'placement': 'device', 'repeats': 0, 'balance': 1.5}

@@ -345,8 +345,9 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
     cache: dict[tuple[int, str], Loader] = {}
 
     def loader_of(reader: ImageReader) -> Loader:
-        options = reader.crop, reader.size, reader.exif_rotation
-        key = id(reader.source), repr((*options, reader.on_unreadable, reader.max_pixels))
+        names = [field.name for field in dataclasses.fields(reader)]
+        options = [getattr(reader, name) for name in names if name not in ('source', 'on_skipped')]
+        key = id(reader.source), repr(options)
         if key not in cache:
             cache[key] = make_loader(reader, config, sharding)
         return cache[key]

@@ -190,6 +190,21 @@ def test_the_first_images_that_are_left_out_are_named_once(caplog):
     assert [line[:10] for line in caplog.messages] == ['skipped: a', 'skipped: b']
 
 
+def test_images_are_kept_on_the_device_if_their_bytes_fit():
+    """Then all of them are read when the loader is made."""
+    read = []
+
+    def record(index):
+        read.append(index)
+        return SOURCE.read(index)
+
+    source, megabytes = dataclasses.replace(SOURCE, read=record), IMAGES.nbytes / 2**20
+    loader(placement='auto', source=source, chosen={'device_mb': 0.99 * megabytes})
+    assert read == []
+    loader(placement='auto', source=source, chosen={'device_mb': megabytes})
+    assert sorted(read) == [*range(N)]
+
+
 # Another value of each field that changes what a reader reads.
 OTHER = {
     'source': dataclasses.replace(SOURCE),

@@ -83,6 +83,22 @@ def test_a_file_that_is_cut_or_missing_is_named(copy, damage):
             read(folder)
 
 
+@pytest.mark.gate
+def test_a_description_that_cannot_be_read_is_named_as_damaged(copy):
+    """Descriptions are read without a look at the digests, which are compared if that fails."""
+    folder = copy / 'checkpoints/10'
+    readers = {store.CARD: lambda: store.load_card(str(folder))}
+    readers['params/_METADATA'] = lambda: store.count_params(folder)
+    for name, read in readers.items():
+        path = folder / name
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.raises(DamagedCheckpoint, match=f'10: .*{path.name}'):
+            read()
+        path.write_bytes(data)
+
+
 @pytest.mark.parametrize('text', ['[]', '{}', '', '{"a"', None])
 def test_digests_that_cannot_be_read_are_damage(copy, text):
     folder = copy / 'checkpoints/10'

@@ -36,7 +36,8 @@ for name in [name for name in os.environ if name.startswith('JAX_')]:
 os.environ['NPROC'] = '32'
 os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
-os.environ['no_proxy'] = os.environ['NO_PROXY'] = '127.0.0.1,localhost'  # the tests' own servers
+for name in 'no_proxy', 'NO_PROXY':  # the tests' own servers are on this machine
+    os.environ[name] = f'127.0.0.1,localhost,{os.environ.get(name, "")}'
 # Behind nohup, and in the background of a script, these are ignored, and the processes that the
 # tests start would ignore them too.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

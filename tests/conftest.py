@@ -13,7 +13,7 @@ import pytest
 pytest_plugins = ['tests.temporary']
 if sys.flags.optimize:
     raise pytest.UsageError(
-        'PYTHONOPTIMIZE is set: it removes the assertions of the tests; unset it'
+        'PYTHONOPTIMIZE is set, which disables the assertions of the tests; unset it'
     )
 
 # Before jax is imported. Tests that want another number of devices start a process of their own.
@@ -36,7 +36,7 @@ for name in [name for name in os.environ if name.startswith('JAX_')]:
 os.environ['NPROC'] = '32'
 os.environ['JAX_CPU_ENABLE_ASYNC_DISPATCH'] = '0'
 os.environ['JAX_PLATFORMS'] = 'cpu'
-for name in 'no_proxy', 'NO_PROXY':  # the tests' own servers are on this machine
+for name in 'no_proxy', 'NO_PROXY':  # the servers of the tests need no proxy
     os.environ[name] = f'127.0.0.1,localhost,{os.environ.get(name, "")}'
 # Behind nohup, and in the background of a script, these are ignored, and the processes that the
 # tests start would ignore them too.

@@ -38,7 +38,7 @@ def pytest_configure(config):
 def _remove(folder):
     """Removes a folder and its lock, which this process holds."""
     shutil.rmtree(folder, ignore_errors=True)
-    if not os.path.exists(folder):  # else the next run tries again
+    if not os.path.exists(folder):  # if it still exists, the next run tries again
         pathlib.Path(folder + LOCK).unlink(missing_ok=True)
 
 

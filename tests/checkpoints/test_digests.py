@@ -85,7 +85,7 @@ def test_a_file_that_is_cut_or_missing_is_named(copy, damage):
 
 @pytest.mark.gate
 def test_a_description_that_cannot_be_read_is_named_as_damaged(copy):
-    """Descriptions are read without a look at the digests, which are compared if that fails."""
+    """The digests of descriptions are compared only if reading them fails."""
     folder = copy / 'checkpoints/10'
     readers = {store.CARD: lambda: store.load_card(str(folder))}
     readers['params/_METADATA'] = lambda: store.count_params(folder)

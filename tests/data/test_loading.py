@@ -191,7 +191,7 @@ def test_the_first_images_that_are_left_out_are_named_once(caplog):
 
 
 def test_images_are_kept_on_the_device_if_their_bytes_fit():
-    """Then all of them are read when the loader is made."""
+    """If they fit, all images are read when the loader is made."""
     read = []
 
     def record(index):
@@ -205,7 +205,7 @@ def test_images_are_kept_on_the_device_if_their_bytes_fit():
     assert sorted(read) == [*range(N)]
 
 
-# Another value of each field that changes what a reader reads.
+# For each field that affects what a reader reads, another value.
 OTHER = {
     'source': dataclasses.replace(SOURCE),
     'crop': RandomCrop(),

@@ -81,7 +81,7 @@ def test_what_is_added_in_every_layer_is_seen_between_the_layers(kind, at):
 
 
 def test_fixed_sines_are_those_of_big_vision():
-    """Of columns, then of rows, with wavelengths from 2 pi to 20,000 pi."""
+    """The first half encodes the column, the second half the row."""
     rows, columns = np.mgrid[:3, :5].reshape(2, -1, 1) / 10_000 ** (np.arange(4) / 3)
     angles = [np.sin(columns), np.cos(columns), np.sin(rows), np.cos(rows)]
     np.testing.assert_allclose(sincos2d((3, 5), 16), np.concatenate(angles, axis=-1), atol=1e-6)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import cv2
@@ -104,14 +104,14 @@ class RunningStep:
 
     step: Any
     state: Any
-    teacher: Any = None  # its parameters
+    constants: Sequence[Any]  # other arguments than state and batch
     metrics: Any = None
 
     def run_steps(self, steps: int, batches: Iterator[Any]) -> float:
         """Runs steps, and returns the mean seconds per step."""
         began = time.perf_counter()
         for _ in range(steps):
-            self.state, self.metrics = self.step(self.state, next(batches), self.teacher)
+            self.state, self.metrics = self.step(self.state, next(batches), *self.constants)
         jax.block_until_ready(self.metrics)
         return (time.perf_counter() - began) / steps
 
@@ -127,8 +127,8 @@ def measure(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = N
     began = time.perf_counter()
     compiled = traced.lowered.compile(options)
     compile_seconds = time.perf_counter() - began
-    state, batch, teacher = traced.make_inputs()
-    running, batches = RunningStep(compiled, state, teacher), repeat(batch)
+    state, batch, *constants = traced.make_inputs()
+    running, batches = RunningStep(compiled, state, constants), repeat(batch)
     running.run_steps(3, batches)
     seconds = min(running.run_steps(max(1, steps // 2), batches) for _ in range(2))
     return {
@@ -242,8 +242,8 @@ def part_profile(options: dict[str, Any]) -> None:
     model, batch_size = model_and_batch()
     traced = trace_step(make_config(model, batch_size), num_classes=CLASSES)
     compiled = traced.lowered.compile()
-    state, batch, _ = traced.make_inputs()
-    running = RunningStep(compiled, state)
+    state, batch, *constants = traced.make_inputs()
+    running = RunningStep(compiled, state, constants)
     running.run_steps(3, repeat(batch))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -305,8 +305,8 @@ def part_files(options: dict[str, Any]) -> None:
     config = make_config(model, batch_size, augmentation=crop)
     traced = trace_step(config, num_classes=CLASSES)
     compiled = traced.lowered.compile()
-    state, batch, _ = traced.make_inputs()
-    running = RunningStep(compiled, state)
+    state, batch, *constants = traced.make_inputs()
+    running = RunningStep(compiled, state, constants)
     running.run_steps(3, repeat(batch))
     repeated = running.run_steps(STEPS, repeat(batch))
     emit(f'repeated batch {batch_size / repeated:,.0f} images/s', step_ms=1e3 * repeated)

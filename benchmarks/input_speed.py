@@ -295,12 +295,12 @@ def measure_with_model(
     text = f'a batch has {batch_mebibytes:.0f} MiB, at most 5 are in memory'
     print(f'  the pipeline adds {peak:,.0f} MiB of peak memory; {text}')
     shardings = sharding_rules.get_shardings(abstract)
-    init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
-    state, batch = init(), next(batches)
+    init = meshes.jit(experiment.functions.init, experiment.mesh, out_shardings=shardings)
+    state, batch = init(experiment.values), next(batches)
 
     def update(batch: Batch) -> int:
         nonlocal state
-        state, metrics = step(state, batch, None)
+        state, metrics = step(state, batch, experiment.values, None)
         jax.block_until_ready(metrics)
         return batch_size
 

@@ -21,7 +21,7 @@ class Step(NamedTuple):
 
     experiment: Experiment
     lowered: Any
-    make_inputs: Callable[[], tuple[Any, ...]]  # initial state, batch, teacher or None; on devices
+    make_inputs: Callable[[], tuple[Any, ...]]  # state, batch, values, teacher or None; on devices
 
 
 def make_config(model: ModelConfig, batch_size: int, **changes: Any) -> TrainConfig:
@@ -69,9 +69,9 @@ def trace_step(
             'example': order,
         }
         shardings = sharding_rules.get_shardings(state)
-        init = meshes.jit_on(experiment.init, experiment.mesh, out_shardings=shardings)
-        initial = jax.block_until_ready(init())
+        init = meshes.jit(experiment.functions.init, experiment.mesh, out_shardings=shardings)
+        initial = jax.block_until_ready(init(experiment.values))
         placed = jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
-        return initial, placed, experiment.teacher
+        return initial, placed, experiment.values, experiment.teacher
 
     return Step(experiment, lowered, make_inputs)

@@ -10,6 +10,7 @@ over the threads of the process. On an accelerator, only the wall time is meanin
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,10 +19,10 @@ from benchmarks import our_step
 from vit_jax.models import Regularization, ViTConfig, count_multiply_adds, variant
 
 
-def time_step(program: Any, state: Any, batch: Any) -> tuple[Any, tuple[float, float]]:
+def time_step(program: Any, state: Any, inputs: Sequence[Any]) -> tuple[Any, tuple[float, float]]:
     """Runs one step. Returns the next state, and the wall and CPU seconds."""
     began = time.perf_counter(), time.process_time()
-    state, metrics = program(state, batch, None)
+    state, metrics = program(state, *inputs)
     jax.block_until_ready((state, metrics))
     ended = time.perf_counter(), time.process_time()
     return state, (ended[0] - began[0], ended[1] - began[1])
@@ -41,11 +42,11 @@ def measure(arguments: argparse.Namespace) -> dict[float, list[tuple[float, floa
         )
         tokens = regularization.num_tokens(step.experiment.model.config)
         print(f'rate {rate:g}: {tokens} tokens, {operations / 1e9:.2f} G multiply-adds per image')
-    state, batch, _ = step.make_inputs()
+    state, *inputs = step.make_inputs()
     seconds = dict[float, list[tuple[float, float]]]()
     for turn in range(arguments.turns + 1):
         for rate, program in programs.items():
-            state, spent = time_step(program, state, batch)
+            state, spent = time_step(program, state, inputs)
             if turn > 0:
                 seconds.setdefault(rate, []).append(spent)
     return seconds

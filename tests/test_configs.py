@@ -95,7 +95,7 @@ def trace_update(name):
         with_dummy_data(config, num_classes=1000, num_images=images),
         devices=jax.devices(),  # as if of another machine: this one may have too little memory
     )
-    state = jax.eval_shape(experiment.init)
+    state = jax.eval_shape(experiment.functions.init, experiment.values)
     size = experiment.model.config.image_size
     batch = abstract_batch(experiment.mesh, config.batch_size, size)
     for update in experiment.updates.values():

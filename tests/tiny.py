@@ -87,13 +87,15 @@ def compiled(config: TrainConfig, devices=None):
     """
     experiment = build_experiment(config, devices=devices)
     state = training_run.abstract_state(experiment)
-    init = jax.jit(experiment.init, out_shardings=sharding_rules.get_shardings(state))
+    shardings = sharding_rules.get_shardings(state)
+    init = jax.jit(experiment.functions.init, out_shardings=shardings)
     update = training_run.lower_update(experiment, state).compile()
-    return experiment, init(), functools.partial(_run_update, update, experiment)
+    return experiment, init(experiment.values), functools.partial(_run_update, update, experiment)
 
 
 def _run_update(update, experiment, state, batch, teacher=None):
-    return update(state, batch, experiment.teacher if teacher is None else teacher)
+    teacher = experiment.teacher if teacher is None else teacher
+    return update(state, batch, experiment.values, teacher)
 
 
 def images(batch: int = 2, config: ViTConfig | None = None) -> jax.Array:

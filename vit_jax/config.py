@@ -38,7 +38,7 @@ class StepKind(NamedTuple):
 
     def regularize(self, config: Regularization) -> Regularization:
         """Returns the regularization in steps of this kind."""
-        return dataclasses.replace(config, patch_dropout=self.patch_dropout)
+        return records.replaced(config, {'patch_dropout': self.patch_dropout})
 
     def __str__(self) -> str:
         return ', '.join(f'{name}={value}' for name, value in self._asdict().items() if value)

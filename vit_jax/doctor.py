@@ -105,11 +105,12 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
         _say('model', f'{count_params(model):,} parameters, {meshes.format_mesh(experiment.mesh)}')
         _say('length', plural(experiment.length.total_steps, 'step'))
         job.reset_watchdog()
-        training_run.lower_update(experiment, training_run.abstract_state(experiment))
+        state = training_run.abstract_state(experiment)
+        training_run.lower_update(experiment, state)
         _say('step', 'traced (model, loss and optimizer update)')
         if (start := experiment.start_from) is not None and not has_begun:
             job.reset_watchdog()
-            experiment.transfer_params(start, jax.eval_shape(experiment.init).params)
+            experiment.transfer_params(start, state.params)
             _say('start_from', f'{start.path} fits the model')
 
 

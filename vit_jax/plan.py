@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(f'{compute.dtype}, attention {compute.attention}')
     if kind.patch_size:
         print(f'patches     {kind}, the smallest of config.patch_sizes')
-    params = jax.eval_shape(experiment.init).params
+    params = jax.eval_shape(experiment.functions.init, experiment.values).params
     if update := memory_plan.count_update_operations(config.optimizer, params, mesh):
         passes = 2 if (config.optimizer.sharpness or Sam(rho=0)).rho else 1
         forward = count_multiply_adds(model, regularization=kind.regularize(config.regularization))

@@ -38,7 +38,7 @@ from vit_jax.models import (
     with_highest_precision,
 )
 from vit_jax.models.taps import Reduction
-from vit_jax.training.distillation import Distillation, Teacher
+from vit_jax.training.distillation import Distillation
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files, so it cannot classify; '
@@ -136,21 +136,18 @@ class LoadedModel:
         host = jax.tree.map(np.asarray, params)
         return dataclasses.replace(self, card=card, params=host, origin=())
 
-    def as_teacher(
+    def place_teacher(
         self, compute: Compute, mesh: Mesh, config: MeshConfig, *, abstract: bool = False
-    ) -> Teacher:
-        """Returns the model as a teacher, which stores parameters and computes in `compute.dtype`.
+    ) -> Params:
+        """Returns the parameters of this model as a teacher on the mesh, in `compute.dtype`.
 
-        The parameters are sharded over the mesh like the train state, but without `config.rules`,
-        which name arrays of the student. With `abstract`, they are only shapes and shardings.
+        They are sharded like the train state, but without `config.rules`, which name arrays of the
+        student. With `abstract`, they are only shapes and shardings.
         """
         params = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.dtype(compute.dtype)), self.params)
         shardings = shardings_for(params, mesh, dataclasses.replace(config, rules=()))
         place = abstract_arrays if abstract else meshes.put
-        platform = mesh.devices.flat[0].platform
-        model = build(self.config, compute=Compute(dtype=compute.dtype), platform=platform)
-        scale = functools.partial(normalize, preprocessing=self.preprocessing)
-        return Teacher(model, place(params, shardings), scale)
+        return place(params, shardings)
 
     @functools.cached_property
     def is_classifier(self) -> bool:

@@ -60,7 +60,7 @@ def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
     scale, kind = lambda images: images.astype(jnp.float32), 'features'
     options = Distillation(teacher='x', kind=kind), model._replace(**means)
     loss = make_loss(LossConfig())
-    teacher = Teacher(model._replace(**means), {}, scale)
+    teacher = Teacher(model._replace(**means), scale)
     loss_sums = distillation.make_distillation_sums(*options, teacher, loss, scale)
     map_of_features = {'kernel': jnp.eye(3), 'bias': jnp.zeros(3)}
     head = {'kernel': jnp.zeros((3, tiny.CLASSES)), 'bias': jnp.zeros(tiny.CLASSES)}
@@ -117,7 +117,7 @@ def test_each_head_has_its_own_target():
     model, params = tiny.built(tiny.model(depth=1, pool='cls_dist'))
     scale = functools.partial(normalize, preprocessing=SCALING)
     predicts = model._replace(apply=lambda params, images: params['logits'])
-    options = Distillation(teacher='x', kind='token'), model, Teacher(predicts, {}, scale)
+    options = Distillation(teacher='x', kind='token'), model, Teacher(predicts, scale)
     sums = distillation.make_distillation_sums(*options, make_loss(LossConfig()), scale)
 
     @jax.jit
@@ -140,7 +140,7 @@ def test_a_checkpoint_has_only_the_student_and_its_teacher_may_not_change(tmp_pa
     decay = OptimizerConfig(layer_decay=0.5)  # of layers below the map of features
     config = experiment(saved(tmp_path), 'features', optimizer=decay)
     run = training_run.train(config, str(tmp_path / 'run'))
-    start = run.experiment.init().params[PROJECTION]['kernel']
+    start = run.experiment.functions.init_params(run.experiment.values)[PROJECTION]['kernel']
     assert np.abs(run.state.params[PROJECTION]['kernel'] - start).max() > 1e-3
     model = run.experiment.model
     stored, fresh = load_params(str(tmp_path / 'run')), model.init(jax.random.key(0))
@@ -163,7 +163,7 @@ def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_p
     config = with_dummy_data(experiment(saved(tmp_path)), num_classes=10, num_images=100)
     built = build_experiment(config, devices=jax.devices())
     lowered = training_run.lower_update(built, training_run.abstract_state(built))
-    state, _, teacher = lowered.args_info[0]
+    state, *_, teacher = lowered.args_info[0]
     assert all(leaf.donated for leaf in jax.tree.leaves(state))
     assert not any(leaf.donated for leaf in jax.tree.leaves(teacher))
     assert len(jax.tree.leaves(teacher)) == len(jax.tree.leaves(built.teacher))

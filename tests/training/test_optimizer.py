@@ -23,8 +23,10 @@ from vit_jax.training.optimizer import (
     ScheduleConfig,
     check_optimizer,
     count_moments,
+    look_up,
     make_optimizer,
     make_schedule,
+    tabulate,
 )
 from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.update import TrainState, make_update
@@ -40,7 +42,7 @@ def rates(steps, **changes):
             changes[name] = Duration(steps=changes[name])
     config = ScheduleConfig(learning_rate=1.0, **changes)
     schedule = make_schedule(config, TrainLength(batch_size=10, num_images=50, total_steps=100))
-    return [float(schedule(jnp.asarray(step))) for step in steps]
+    return [*look_up(tabulate(schedule, 100))(jnp.asarray(steps))]
 
 
 @pytest.mark.parametrize('kind', ['cosine', 'linear', 'rsqrt', 'constant'])

@@ -25,8 +25,8 @@ def rules(**changes):
     return make_param_groups(OptimizerConfig(**changes), SHAPES)
 
 
-def lr_multipliers(**changes):
-    return tree_names.named_leaves(rules(**changes).lr_multipliers)
+def lr_factors(**changes):
+    return tree_names.named_leaves(rules(**changes).lr_factors)
 
 
 def slope_of(made):
@@ -110,9 +110,7 @@ def test_what_is_frozen_has_no_gradient_and_no_part_in_its_norm():
     made = rules(trained_blocks=1, frozen=('head/bias',))
     slope = jax.jit(slope_of(made))(PARAMS)
     for name, leaf in tree_names.named_leaves(slope).items():
-        learned = jnp.broadcast_to(
-            tree_names.named_leaves(made.lr_multipliers)[name] != 0, leaf.shape
-        )
+        learned = jnp.broadcast_to(tree_names.named_leaves(made.trained)[name], leaf.shape)
         np.testing.assert_array_equal(leaf, learned.astype(jnp.float32), err_msg=name)
     clipped = moved(trained_blocks=0, clip_norm=1.0)
     size = np.sqrt(sum((change**2).sum() for change in clipped.values()))
@@ -127,7 +125,7 @@ def test_head_and_body_decay_apart():
     params = tree_names.named_leaves(PARAMS)
     np.testing.assert_allclose(body, -0.1 * params['embedding/kernel'], atol=1e-6)
     np.testing.assert_allclose(head, -3.0 * params['head/kernel'], atol=1e-5)
-    assert len(rules(head_weight_decay=3.0).weight_decays) == 1
+    assert [*rules(head_weight_decay=3.0).decayed] == ['head_weight_decay']
 
 
 @pytest.mark.parametrize(
@@ -154,7 +152,7 @@ def test_what_has_a_name_of_its_own_is_an_input_and_not_the_head():
         ({'trained_blocks': 1}, 0, 1),
     ):
         found = tree_names.named_leaves(
-            make_param_groups(OptimizerConfig(**changes), shapes).lr_multipliers
+            make_param_groups(OptimizerConfig(**changes), shapes).lr_factors
         )
         assert found['rotary/frequencies'] == embedding and found['norm/bias'] == last
 
@@ -169,7 +167,7 @@ def test_rules_about_layers_need_layers():
 def test_the_head_of_patches_is_a_head_and_the_mask_token_an_input():
     masked = build(tiny.model(num_classes=None, patch_outputs=7))
     shapes = jax.eval_shape(masked.init, jax.random.key(0))
-    slower = make_param_groups(OptimizerConfig(layer_decay=0.5), shapes).lr_multipliers
+    slower = make_param_groups(OptimizerConfig(layer_decay=0.5), shapes).lr_factors
     assert slower['masked']['head']['kernel'] == 1 and slower['masked']['token'] == 0.5**4
     alone = make_param_groups(OptimizerConfig(trained_blocks=0), shapes)
     assert '119 parameters' in alone.report[0]

@@ -6,8 +6,10 @@ import optax
 import pytest
 
 from vit_jax.base import UserError
+from vit_jax.training.duration import TrainLength
 from vit_jax.training.losses import BatchSums, sum_examples
-from vit_jax.training.sharpness import Sam, make_sharpener
+from vit_jax.training.optimizer import ScheduleConfig, look_up, make_schedule
+from vit_jax.training.sharpness import Sam, make_radius, make_sharpener
 from vit_jax.training.update import TrainState, make_update
 
 GSAM = Sam(rho=0.6, rho_min=0.1, alpha=0.6)
@@ -23,10 +25,17 @@ BIG_VISION = [
 ]
 
 
+def sharpener(config, *rates):
+    """For a run with these learning rates, the last one after its end, and a peak of 1."""
+    steps = np.arange(len(rates))
+    radius = make_radius(config, np.array(rates).__getitem__, peak=1.0, total_steps=len(rates) - 1)
+    return make_sharpener(config, look_up(jnp.asarray(radius(steps))))
+
+
 @pytest.mark.parametrize('config, rate, expected', BIG_VISION)
 def test_gradients_are_those_of_big_vision(config, rate, expected):
     gradient = jax.grad(lambda p: jnp.mean((jnp.tanh(X @ p['w']) * p['s'] - Y) ** 2))
-    sharpen = make_sharpener(config, jnp.array([rate, 0.1]).__getitem__, peak=1.0, total_steps=1)
+    sharpen = sharpener(config, rate, 0.1)
     sharpened = sharpen(lambda p, *_: (gradient(p), BatchSums({}, Y, {})), jnp.array(0))
     found, _ = sharpened(PARAMS, {}, jax.random.key(0))
     # float32 rounding: the parts that GSAM subtracts are as large as the gradient.
@@ -52,18 +61,19 @@ def step(loss_sums, config, params, batch=BATCH, **options):
     """Returns the change of the parameters, minus the gradient, and the metrics of an SGD step."""
     schedule = optax.linear_schedule(1.0, 0.1, 1)  # 1 in the first step
     params = jax.tree.map(jnp.asarray, params)
-    sharpen = make_sharpener(config, schedule, peak=1.0, total_steps=1)
+    sharpen = config and sharpener(config, 1.0, 0.1)
     update = make_update(loss_sums, optax.sgd(1.0), schedule, sharpen=sharpen, **options)
     after, metrics = jax.jit(update)(TrainState.initial(params, optax.sgd(1.0)), batch)
     return optax.tree.sub(after.params, params), metrics
 
 
 def test_a_perturbation_that_cannot_follow_the_rate_is_rejected():
-    for peak in 1.0, 0.01, 0.001:  # in float32, 0.01 is less and 0.001 is more
-        schedule = optax.constant_schedule(jnp.float32(peak))
+    length = TrainLength(batch_size=1, num_images=1, total_steps=1)
+    for peak in 1.0, 0.01, 0.001:
+        schedule = make_schedule(ScheduleConfig(kind='constant', learning_rate=peak), length)
         with pytest.raises(UserError, match=r'optimizer\.sharpness'):
-            make_sharpener(GSAM, schedule, peak=peak, total_steps=1)
-    assert make_sharpener(Sam(), schedule, peak=peak, total_steps=1) is not None
+            make_radius(GSAM, schedule, peak=peak, total_steps=1)
+    assert make_radius(Sam(), schedule, peak=peak, total_steps=1)(0) == Sam().rho
 
 
 @pytest.mark.gate

@@ -1,6 +1,17 @@
 """Foundations: configuration records, tree names, array types, errors and file storage."""
 
-from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params, UInt8
+from vit_jax.base.array_types import (
+    Array,
+    Batch,
+    Bool,
+    Float,
+    Int,
+    Key,
+    Num,
+    Params,
+    Scalar,
+    UInt8,
+)
 from vit_jax.base.errors import MissingFile, StorageError, UserError, plural, raise_all
 from vit_jax.base.records import Record, require, require_between, require_pattern
 from vit_jax.base.storage import Path, atomic_write, make_folder, sync, usable, write_json

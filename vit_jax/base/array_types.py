@@ -6,5 +6,6 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt8
 
 Params = dict[str, Any]
 Batch = dict[str, Any]
+Scalar = float | Float[Array, '']  # a number, which may be the argument of a program
 
-__all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'UInt8']
+__all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'Scalar', 'UInt8']

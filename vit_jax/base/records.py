@@ -4,6 +4,7 @@ Configurations and checkpoint cards are records. A record is validated when it i
 may be assigned later, as configuration files and the command line do; `validated` checks a copy.
 """
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -14,6 +15,8 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
+
+import jax
 
 from vit_jax.base.errors import UserError
 
@@ -85,6 +88,14 @@ def require_between(record: Any, *names: str, **bounds: float) -> None:
         fits = all(_BOUNDS[kind][1](n, bounds[kind]) for n in numbers for kind in bounds)
         is_finite = all(abs(n) < math.inf for n in numbers)
         require(fits and is_finite, f'{name}={value!r}: expected {expected}')
+
+
+def is_off(number: Any) -> bool:
+    """Returns whether a number is 0 or None, so that its operation is left out.
+
+    A traced number (see `replaced`) is never off.
+    """
+    return number is None or (not isinstance(number, jax.core.Tracer) and number == 0)
 
 
 def require_pattern(pattern: str) -> None:
@@ -174,8 +185,13 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
 
 
 def validated(record: R, *, where: str) -> R:
-    """Returns a validated copy of a record and of all records in it."""
-    return from_dict(type(record), vars(record), where=where)
+    """Returns a validated copy of a record and of all records in it.
+
+    Numbers that jax traces are not checked.
+    """
+    traced = {name: x for name, x in vars(record).items() if isinstance(x, jax.core.Tracer)}
+    known = {name: x for name, x in vars(record).items() if name not in traced}
+    return replaced(from_dict(type(record), known, where=where), traced)
 
 
 def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
@@ -198,6 +214,18 @@ def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
         require(isinstance(holder, Record), f'{where}.{path}: no such field')
         holder.override(name, value)
     return validated(copy, where=where)
+
+
+def replaced(record: R, values: Mapping[str, Any]) -> R:
+    """Returns a copy with new values of some fields by path, which are not checked.
+
+    The values can be numbers that jax traces, which are arguments of a program.
+    """
+    new = copy.copy(record)
+    for path, value in values.items():
+        name, _, rest = path.partition('.')
+        setattr(new, name, replaced(getattr(new, name), {rest: value}) if rest else value)
+    return new
 
 
 def differences(old: Any, new: Any, where: str = '') -> list[str]:

@@ -28,7 +28,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base import Array, Batch, Float, Int, Key, Record, UInt8, require_between
+from vit_jax.base import Array, Batch, Float, Int, Key, Record, Scalar, UInt8, require_between
+from vit_jax.base.records import is_off
 from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing, Size
 from vit_jax.data.three_augment import apply_color_jitter, apply_three_augment
 
@@ -102,7 +103,7 @@ class Augmentation(Record):
     @property
     def mixes(self) -> bool:
         """Whether images are mixed with their neighbors in the batch."""
-        return self.mixup > 0 or self.cutmix > 0
+        return not (is_off(self.mixup) and is_off(self.cutmix))
 
 
 def augreg(level: str) -> Augmentation:
@@ -175,16 +176,16 @@ def _augment_image(key: Key[Array, ''], image: Image, config: Augmentation) -> I
         image = jnp.where(coin, image[:, ::-1], image)
     if config.three_augment:
         image = apply_three_augment(jax.random.fold_in(key, _THREE_AUGMENT), image)
-    if config.color_jitter:
+    if not is_off(config.color_jitter):
         image = apply_color_jitter(jax.random.fold_in(key, _JITTER), image, config.color_jitter)
     if config.randaugment.layers:
         image = apply_randaugment(jax.random.fold_in(key, _RANDAUGMENT), image, config.randaugment)
-    if config.erasing:
+    if not is_off(config.erasing):
         image = _erase(jax.random.fold_in(key, _ERASE), image, config.erasing)
     return image
 
 
-def _erase(key: Key[Array, ''], image: Image, probability: float) -> Image:
+def _erase(key: Key[Array, ''], image: Image, probability: Scalar) -> Image:
     """Replaces a rectangle of random area, aspect ratio and position by noise."""
     size = image.shape[0], image.shape[1]
     coin, area_key, aspect_key, place, noise = jax.random.split(key, 5)
@@ -202,18 +203,20 @@ def _erase(key: Key[Array, ''], image: Image, probability: float) -> Image:
 def _draw_own_weight(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array, 'h w']:
     """Draws an image's own weight per pixel: constant for MixUp, 0 in a box for CutMix."""
     mixup_key, cutmix_key, place, coin = jax.random.split(key, 4)
-    if config.mixup:
+    if not is_off(config.mixup):
         own = jax.random.beta(mixup_key, config.mixup, config.mixup)
         # At least 1/2, because otherwise two neighbors could become the same image.
         mixed = jnp.full(size, jnp.maximum(own, 1 - own))
-    if config.cutmix:
+    if not is_off(config.cutmix):
         cut = 1 - jax.random.beta(cutmix_key, config.cutmix, config.cutmix)
         half = jnp.sqrt(cut) * jnp.asarray(size) / 2
         center = jax.random.uniform(place, (2,)) * jnp.asarray(size)
         pasted = 1.0 - _box_mask(jnp.rint(center - half), jnp.rint(center + half), size)
-    if config.mixup and config.cutmix:
-        return jnp.where(jax.random.bernoulli(coin), mixed, pasted)
-    return mixed if config.mixup else pasted
+    if is_off(config.mixup):
+        return pasted
+    if is_off(config.cutmix):
+        return mixed
+    return jnp.where(jax.random.bernoulli(coin), mixed, pasted)
 
 
 def _mix(values: Float[Array, 'b ...'], own: Float[Array, 'b ...']) -> Float[Array, 'b ...']:

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base import Array, Float, Int, Key, UInt8
+from vit_jax.base import Array, Float, Int, Key, Scalar, UInt8
 
 Image = UInt8[Array, 'h w 3']
 _SIGMA = 0.1, 2.0  # range of the standard deviation of the blur, in pixels
@@ -60,7 +60,7 @@ def blur(image: Image, sigma: Float[Array, '']) -> Image:
     return image
 
 
-def apply_color_jitter(key: Key[Array, ''], image: Image, strength: float) -> Image:
+def apply_color_jitter(key: Key[Array, ''], image: Image, strength: Scalar) -> Image:
     """Changes brightness, contrast and saturation by random factors, in random order."""
     factors, order = draw_color_jitter(key, strength)
     for operation in order:
@@ -69,7 +69,7 @@ def apply_color_jitter(key: Key[Array, ''], image: Image, strength: float) -> Im
 
 
 def draw_color_jitter(
-    key: Key[Array, ''], strength: float
+    key: Key[Array, ''], strength: Scalar
 ) -> tuple[Float[Array, '3'], Int[Array, '3']]:
     """Draws a factor in 1 - strength to 1 + strength for each operation, and their order."""
     factor_key, order_key = jax.random.split(key)

@@ -169,7 +169,12 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) ->
 
 
 def jit_on(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
-    """Jits a function that is traced with this mesh (see `with_mesh`); passes options to `jax.jit`.
+    """Jits a function that is traced with this mesh (see `with_mesh`)."""
+    return jit(with_mesh(mesh, function), mesh, **options)
+
+
+def jit(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
+    """Jits a function for the devices of a mesh; passes options to `jax.jit`.
 
     On CPUs, XLA's optimization level is 2 unless XLA_FLAGS sets it. The passes of the highest level
     take a sixth of the compile time, and made no step faster.
@@ -177,4 +182,4 @@ def jit_on(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
     on_cpu, level = mesh.devices.flat[0].platform == 'cpu', 'xla_backend_optimization_level'
     is_set = level in os.environ.get('XLA_FLAGS', '')
     compiler_options = {level: 2} if on_cpu and not is_set else None
-    return jax.jit(with_mesh(mesh, function), compiler_options=compiler_options, **options)
+    return jax.jit(function, compiler_options=compiler_options, **options)

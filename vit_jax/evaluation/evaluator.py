@@ -26,6 +26,8 @@ from vit_jax.training.losses import BatchSums, Loss
 
 # Wraps an iterator of batches, for example to show progress.
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
+# Maps (params, batch, *arguments) to sums, mask and outputs of the examples.
+EvalStep = Callable[..., tuple[dict[str, Array], Array, dict[str, Array]]]
 _PRECISION_OUTPUTS = {'logits', 'targets'}  # outputs that the mean average precision needs
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
 # By default, each evaluation runs 10 times. If it would evaluate more than a fifth as many images
@@ -96,17 +98,20 @@ class Evaluation(NamedTuple):
 class Evaluator:
     """Applies a function of (params, batch) to whole data sets (see `make_evaluator`)."""
 
-    step: Any  # (params, batch) -> (sums, mask, outputs), jitted or compiled
+    step: Any  # an `EvalStep`, jitted or compiled
     batches: BatchMaker
+    arguments: tuple[Any, ...] = ()  # on the devices or abstract
 
     def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
         """Returns the evaluator compiled for abstract parameters and the batches of a reader."""
-        step = self.step.lower(params, self.batches.abstract(reader)).compile()
+        batch = self.batches.abstract(reader)
+        step = self.step.lower(params, batch, *self.arguments).compile()
         return dataclasses.replace(self, step=step)
 
     def list_metrics(self, params: Params, reader: ImageReader) -> list[str]:
         """Lists the names of `Evaluation.means`, for abstract parameters."""
-        sums, _, outputs = jax.eval_shape(self.step, params, self.batches.abstract(reader))
+        batch = self.batches.abstract(reader)
+        sums, _, outputs = jax.eval_shape(self.step, params, batch, *self.arguments)
         return [*sums, *(['mean_average_precision'] if _PRECISION_OUTPUTS <= {*outputs} else [])]
 
     def evaluate(
@@ -134,7 +139,8 @@ class Evaluator:
         parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         masks = []
         batches = watch(self.batches.read(reader, indices))
-        computed = itertools.chain((self.step(params, batch) for batch in batches), [None])
+        steps = (self.step(params, batch, *self.arguments) for batch in batches)
+        computed = itertools.chain(steps, [None])
         # The devices compute the next batch while the outputs of this one are read.
         for outputs, _ in itertools.pairwise(computed):
             sums, mask, named = jax.device_get(outputs)
@@ -163,20 +169,33 @@ def make_evaluator(
 ) -> Evaluator:
     """Makes an evaluator from a function that sums over the examples of a batch.
 
-    Results are replicated on all devices.
-
     Args:
       function: Maps (params, batch) to `BatchSums`, such as the function that `make_loss_sums`
         returns.
       batches: Makes the batches.
     """
+    return evaluator_of(meshes.with_mesh(batches.mesh, as_step(function)), batches)
 
-    def step(params: Params, batch: Batch) -> tuple[dict[str, Array], Array, dict[str, Array]]:
-        sums, _, outputs = function(params, batch)
+
+def evaluator_of(step: EvalStep, batches: BatchMaker, *arguments: Any) -> Evaluator:
+    """Makes an evaluator from a step, which is traced with the mesh (see `with_mesh`).
+
+    Results are replicated on all devices. `arguments` are trees of arrays on the devices.
+    """
+    everywhere = meshes.replicated(batches.mesh)
+    return Evaluator(meshes.jit(step, batches.mesh, out_shardings=everywhere), batches, arguments)
+
+
+def as_step(function: Callable[..., BatchSums]) -> EvalStep:
+    """Converts a function that sums over the examples of a batch to the step of an evaluator."""
+
+    def step(
+        params: Params, batch: Batch, *arguments: Any
+    ) -> tuple[dict[str, Array], Array, dict[str, Array]]:
+        sums, _, outputs = function(params, batch, *arguments)
         return sums, batch['mask'], outputs
 
-    everywhere = meshes.replicated(batches.mesh)
-    return Evaluator(meshes.jit_on(step, batches.mesh, out_shardings=everywhere), batches)
+    return step
 
 
 def summarize_evals(evals: dict[str, dict[str, float]]) -> str:

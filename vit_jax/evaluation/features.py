@@ -23,6 +23,17 @@ def make_feature_evaluator(
     Raises:
       UserError: If the model has no features of the whole image.
     """
+    return make_evaluator(make_feature_sums(model, preprocessing), batches)
+
+
+def make_feature_sums(
+    model: Model, preprocessing: Preprocessing
+) -> Callable[[Params, Batch], BatchSums]:
+    """Makes the function of an evaluator whose outputs are `features`.
+
+    Raises:
+      UserError: If the model has no features of the whole image.
+    """
     if isinstance(model.config, ViTConfig) and model.config.pool == 'none':
         raise UserError('fewshot: pool=none has features per token; expected one vector per image')
 
@@ -30,7 +41,7 @@ def make_feature_evaluator(
         images = normalize(batch['images'], preprocessing)
         return BatchSums({}, batch['mask'].sum(), {'features': model.features(params, images)})
 
-    return make_evaluator(sums, batches)
+    return sums
 
 
 def make_feature_function(evaluator: Evaluator, params: Params, watch: Watch = iter) -> FeatureFn:

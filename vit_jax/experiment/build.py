@@ -13,50 +13,54 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Key, Params, UserError, plural, raise_all, records, require
+from vit_jax.base import Params, UserError, plural, raise_all, records, require
 from vit_jax.checkpoints import transfer
 from vit_jax.checkpoints.card import Card, package_versions
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.formats.opening import Checkpoint, open_checkpoint
-from vit_jax.config import StepKind, TrainConfig
+from vit_jax.config import TrainConfig
 from vit_jax.data import loading
-from vit_jax.data.augmentation import augment, example_keys, host_crop
-from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
+from vit_jax.data.augmentation import host_crop
+from vit_jax.data.image_preprocessing import Preprocessing, Size
 from vit_jax.data.loading import ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
-from vit_jax.distributed import meshes
-from vit_jax.evaluation import evaluator
-from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_evaluator
+from vit_jax.distributed import meshes, sharding_rules
+from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, evaluator_of
 from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
-from vit_jax.models import Compute, Model, ModelConfig, ViTConfig
+from vit_jax.experiment.functions import (
+    Functions,
+    Structure,
+    build_trained_model,
+    make_functions,
+    make_train_sums,
+)
+from vit_jax.experiment.values import Values, make_values, remove_values
+from vit_jax.models import Compute, Model, ModelConfig
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
 from vit_jax.models.model import abstract_params, count_params
 from vit_jax.pretrained import LoadedModel, load_teacher
 from vit_jax.training import distillation, losses
-from vit_jax.training import update as updates
 from vit_jax.training.duration import TrainLength, make_train_length
-from vit_jax.training.masked_patches import configure_for_patches, make_patch_loss_sums
-from vit_jax.training.optimizer import check_optimizer, count_moments, make_optimizer, make_schedule
+from vit_jax.training.masked_patches import configure_for_patches
+from vit_jax.training.optimizer import check_optimizer, count_moments, look_up, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
-from vit_jax.training.sharpness import Sam, make_sharpener
-from vit_jax.training.update import TrainState
-
-Update = Callable[..., tuple[TrainState, losses.StepMetrics]]  # (state, batch, teacher=None)
-LossSumsFn = Callable[..., losses.BatchSums]  # (params, batch, key=None) -> sums
+from vit_jax.training.sharpness import Sam
 
 
 class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
-    init(params=None) -> initial TrainState, with random parameters or the given ones
-    updates[kind](state, batch, teacher=None) -> (state after one step, metrics)
+    functions.init(values, params=None) -> initial TrainState, with random or the given parameters
+    functions.update(kind)(state, batch, values, teacher=None) -> (state after one step, metrics)
     evaluators[name].evaluate(params, eval_readers[name]) -> metrics of an evaluation
     """
 
     config: TrainConfig
     start_from: Checkpoint | None  # opened `config.start_from`; its arrays are not read yet
     teacher: Params | None  # frozen parameters, on the devices or abstract; None: no teacher
+    values: Values  # numbers that the functions take as an argument, on the devices or abstract
+    functions: Functions
     mesh: Mesh
     compute: Compute  # options of computation, without `auto`
     model: Model
@@ -65,8 +69,6 @@ class Experiment(NamedTuple):
     train_reader: ImageReader
     eval_readers: dict[str, ImageReader]
     probes: Probes | None  # data sets of the few-shot evaluation
-    init: Callable[..., TrainState]
-    updates: dict[StepKind, Update]  # the one with the longest sequence first
     evaluators: dict[str, Evaluator]  # by name; equal patch sizes have the same evaluator
     batches: BatchMaker
     param_group_report: list[str]  # the parameters that each param group matched, in lines
@@ -156,31 +158,51 @@ def build_experiment(
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
-    build_model = _make_builder(config, model_config, compute, mesh)
-    reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
-    teacher = loaded.as_teacher(compute, mesh, config.mesh, abstract=planned) if loaded else None
-    sums_of = functools.partial(_select_loss_sums, config, teacher, preprocessing, train)
-    evaluator_at = functools.cache(
-        lambda patch_size: make_evaluator(sums_of(build_model(patch_size))[1], batches)
+    structure = Structure(
+        config=config,
+        model=model_config,
+        compute=dataclasses.replace(compute, attention=config.compute.attention),
+        mesh=mesh,
+        preprocessing=Preprocessing(mean=preprocessing.mean, std=preprocessing.std),
+        num_classes=len(train.class_names),
+        multi_label=train.multi_label,
+        teacher=(loaded.config, loaded.preprocessing) if loaded else None,
     )
-    init, by_kind, report = _make_training(config, build_model, sums_of, teacher, length, train)
+    params = jax.eval_shape(build_trained_model(structure).init, jax.random.key(0))
+    groups = make_param_groups(config.optimizer, params)
+    values = make_values(config, length, groups)
+    optimizer = make_optimizer(config.optimizer, look_up(values.learning_rates), groups)
+    check_optimizer(optimizer, groups, params, with_ema=config.ema_decay is not None)
+    _check_kinds(config, structure, length)
+    model = structure.build_model(None, config.regularization)
+    structure = structure._replace(config=remove_values(config, values))
+    functions = make_functions(structure, groups)
+    reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
+    teacher = None
+    if loaded is not None:
+        teacher = loaded.place_teacher(compute, mesh, config.mesh, abstract=planned)
+    replicated = jax.tree.map(lambda _: meshes.replicated(mesh), values)
+    values = (sharding_rules.abstract_arrays if planned else meshes.put)(values, replicated)
+    evaluator_at = functools.cache(
+        lambda patch_size: evaluator_of(functions.evaluate(patch_size), batches, values)
+    )
     return Experiment(
         config=config,
         start_from=start,
-        teacher=teacher.params if teacher else None,
+        teacher=teacher,
+        values=values,
+        functions=functions,
         mesh=mesh,
         compute=compute,
-        model=build_model(None, regularization=config.regularization),
+        model=model,
         preprocessing=preprocessing,
         length=length,
         train_reader=reader(train, crop=host_crop(config.augmentation, preprocessing)),
         eval_readers={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
-        init=meshes.with_mesh(mesh, init),
-        updates=by_kind,
         evaluators={n: evaluator_at(one.patch_size) for n, one in config.evaluations.items()},
         batches=batches,
-        param_group_report=report,
+        param_group_report=groups.report,
     )
 
 
@@ -306,16 +328,6 @@ def resolve_compute_on_mesh(
     )
 
 
-def _make_builder(
-    config: TrainConfig, model: ModelConfig, compute: Compute, mesh: Mesh
-) -> Callable[..., Model]:
-    """Returns a function from a patch size, and optionally a regularization, to a model."""
-    # Each patch size has the fastest attention for its number of tokens.
-    compute = dataclasses.replace(compute, attention=config.compute.attention)
-    options = {'compute': compute, 'platform': mesh.devices.flat[0].platform}
-    return functools.partial(transfer.build_at_patch_size, model, **options)
-
-
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
     """Returns the bytes per device left by train state and gradients; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
@@ -349,87 +361,12 @@ def make_eval_batches(config: TrainConfig, mesh: Mesh) -> BatchMaker:
     return BatchMaker(mesh, loader_of, config.eval_batch_size or config.batch_size)
 
 
-def _select_loss_sums(
-    config: TrainConfig,
-    teacher: distillation.Teacher | None,
-    preprocessing: Preprocessing,
-    train: Source,
-    model: Model,
-) -> tuple[LossSumsFn, LossSumsFn]:
-    """Makes functions that sum loss and metrics over a batch, for training and for evaluation.
-
-    If training images are multi-label, evaluations measure the mean average precision. Otherwise
-    the targets of an evaluated image with several classes are scaled to sum to one
-    (see `with_scaled_targets`).
-    """
-    normalize_images = functools.partial(normalize, preprocessing=preprocessing)
-    if config.objective is not None:
-        assert isinstance(model.config, ViTConfig)  # `resolve_model` rejects others
-
-        def keys_of(batch: Batch) -> Key[Array, 'b']:
-            return example_keys(updates.make_purpose_key(config.seed, updates.CORRUPT), batch)
-
-        make_sums = functools.partial(make_patch_loss_sums, model=model.config, keys_of=keys_of)
-        sums = make_sums(model.predict_patches, config.objective, normalize_images)
-        return sums, sums
-    loss = losses.make_loss(config.loss)
-    make_sums = functools.partial(updates.make_loss_sums, model.apply, normalize=normalize_images)
-    train_sums = make_sums(loss)
-    if teacher is not None:
-        options = config.distillation, model, teacher, loss, normalize_images
-        train_sums = distillation.make_distillation_sums(*options)
-    if train.multi_label:
-        return train_sums, make_sums(loss, outputs=evaluator.logits_and_targets)
-    return train_sums, make_sums(evaluator.with_scaled_targets(loss))
-
-
-def _make_training(
-    config: TrainConfig,
-    build_model: Callable[..., Model],
-    sums_of: Callable[[Model], tuple[LossSumsFn, LossSumsFn]],
-    teacher: distillation.Teacher | None,
-    length: TrainLength,
-    train: Source,
-) -> tuple[Callable[..., TrainState], dict[StepKind, Update], list[str]]:
-    """Returns `init`, the updates by kind of step, and the param group report.
-
-    Raises UserError if options do not fit the model or the length.
-    """
-    model = build_model(None)
-    if teacher is not None and config.distillation.kind == 'features':
-        model = distillation.with_projection(model, teacher.model)
+def _check_kinds(config: TrainConfig, structure: Structure, length: TrainLength) -> None:
+    """Raises UserError if a kind of step does not fit the model or the length."""
     if (until := config.patch_dropout_until) is not None:
         step, end = length.to_steps(until), length.total_steps
         wrong = f'config.patch_dropout_until.{until}: got step {step}; expected more than 0 and '
         require(0 < step < end, f'{wrong}less than {end}')
-    schedule = make_schedule(config.schedule, length)
-    abstract = jax.eval_shape(model.init, jax.random.key(0))
-    groups = make_param_groups(config.optimizer, abstract)
-    optimizer = make_optimizer(config.optimizer, schedule, groups)
-    with_ema = config.ema_decay is not None
-    peak, sam = config.schedule.learning_rate, config.optimizer.sharpness
-    check_optimizer(optimizer, groups, abstract, with_ema=with_ema)
-
-    def init(params: Params | None = None) -> TrainState:
-        if params is None:
-            params = model.init(updates.key_for(config.seed, updates.INITIALIZE, 0))
-        return TrainState.initial(params, optimizer, with_ema=with_ema)
-
-    targets = functools.partial(losses.make_targets, num_classes=len(train.class_names))
-    make_update = functools.partial(
-        updates.make_update,
-        optimizer=optimizer,
-        schedule=schedule,
-        augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
-        stop_frozen_gradients=groups.stop_frozen_gradients,
-        seed=config.seed,
-        accumulation_steps=config.accumulation_steps,
-        ema_decay=config.ema_decay,
-        sharpen=make_sharpener(sam, schedule, peak=peak, total_steps=length.total_steps),
-    )
-    by_kind = {}
     for kind in config.step_kinds:
-        regularization = kind.regularize(config.regularization)
-        trained = build_model(kind.patch_size, regularization=regularization)
-        by_kind[kind] = make_update(sums_of(trained)[0])
-    return init, by_kind, groups.report
+        model = structure.build_model(kind.patch_size, kind.regularize(config.regularization))
+        make_train_sums(structure, config, model)

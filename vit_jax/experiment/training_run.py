@@ -22,10 +22,17 @@ from vit_jax.data import loading
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
-from vit_jax.evaluation.evaluator import Evaluator, Selection, find_eval_interval, summarize_evals
-from vit_jax.evaluation.features import make_feature_evaluator, make_feature_function
+from vit_jax.evaluation.evaluator import (
+    Evaluator,
+    Selection,
+    evaluator_of,
+    find_eval_interval,
+    summarize_evals,
+)
+from vit_jax.evaluation.features import make_feature_function
 from vit_jax.experiment import data_manifest, workdirs
-from vit_jax.experiment.build import Experiment, Update, build_experiment, make_eval_batches
+from vit_jax.experiment.build import Experiment, build_experiment, make_eval_batches
+from vit_jax.experiment.functions import Update
 from vit_jax.experiment.reporter import Reporter, describe_run, make_console
 from vit_jax.experiment.workdirs import Workdir
 from vit_jax.models import abstract_params
@@ -190,12 +197,12 @@ def compile_programs(experiment: Experiment, console: Console) -> Programs:
     for line in sharding_rules.sharding_report(state, sharding_rules.get_shardings(state), mesh):
         console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
-    updates = {kind: lower_update(experiment, state, kind).compile() for kind in experiment.updates}
+    kinds = experiment.config.step_kinds
+    updates = {kind: lower_update(experiment, state, kind).compile() for kind in kinds}
     params, readers = state.eval_params, experiment.eval_readers
     evaluators = {x: one.compile(params, readers[x]) for x, one in experiment.evaluators.items()}
     if experiment.probes is not None:
-        model, batches = experiment.model, experiment.batches
-        features = make_feature_evaluator(model, experiment.preprocessing, batches)
+        features = evaluator_of(experiment.functions.features(), experiment.batches)
         evaluators['fewshot'] = features.compile(params, experiment.probes.example)
     return Programs(state, updates, evaluators)
 
@@ -205,7 +212,8 @@ def abstract_state(experiment: Experiment) -> TrainState:
 
     Raises UserError if less of the state can be sharded than `config.mesh` demands.
     """
-    state, config = jax.eval_shape(experiment.init), experiment.config.mesh
+    state = jax.eval_shape(experiment.functions.init, experiment.values)
+    config = experiment.config.mesh
     shardings = sharding_rules.shardings_for(state, experiment.mesh, config)
     sharding_rules.require_sharded(state, shardings, experiment.mesh, config)
     return sharding_rules.abstract_arrays(state, shardings)
@@ -218,10 +226,11 @@ def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | Non
     """
     batches = experiment.batches._replace(batch_size=experiment.config.batch_size)
     out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
-    update = experiment.updates[kind or experiment.config.step_kinds[0]]
-    step = meshes.jit_on(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
+    update = experiment.functions.update(kind or experiment.config.step_kinds[0])
+    step = meshes.jit(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
     limit = () if experiment.config.spike_deviations is None else (0.0,)
-    return step.lower(state, batches.abstract(experiment.train_reader), experiment.teacher, *limit)
+    batch = batches.abstract(experiment.train_reader)
+    return step.lower(state, batch, experiment.values, experiment.teacher, *limit)
 
 
 def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
@@ -275,17 +284,18 @@ def restore_or_init(
             advice = 'to continue it, pass a longer --config.total and --accept_config_changes'
             console.print(f'the run is complete; {advice}')
         return TrainState.join(params, training), progress
-    make, mesh, start = experiment.init, experiment.mesh, experiment.start_from
-    init = meshes.jit_on(make, mesh, out_shardings=shardings)
+    functions, mesh, start = experiment.functions, experiment.mesh, experiment.start_from
+    init = meshes.jit(functions.init, mesh, out_shardings=shardings)
     if start is None:
-        return init(), {}
-    params = meshes.jit_on(lambda: make().params, mesh, out_shardings=shardings.params)()
+        return init(experiment.values), {}
+    fresh = meshes.jit(functions.init_params, mesh, out_shardings=shardings.params)
+    params = fresh(experiment.values)
     params, report = experiment.transfer_params(start, params)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
     params = meshes.put(params, shardings.params)
     if experiment.config.init_head is not None:
         params['head'] = make_linear_probe_head(experiment, params, job, console)
-    return init(params), {}
+    return init(experiment.values, params), {}
 
 
 def make_linear_probe_head(
@@ -296,7 +306,7 @@ def make_linear_probe_head(
     All processes get it from process 0.
     """
     batches = make_eval_batches(experiment.config, experiment.mesh)  # with its own cache of images
-    features = make_feature_evaluator(experiment.model, experiment.preprocessing, batches)
+    features = evaluator_of(experiment.functions.features(), batches)
     reader = dataclasses.replace(experiment.train_reader, crop=experiment.preprocessing.crop)
     features_of = make_feature_function(features, params, job.tick_each)
     head, line = probing.fit_head(features_of, reader)
@@ -372,7 +382,7 @@ class TrainingRun:
         with contextlib.closing(watched):
             return loop.fit(
                 lambda state, batch, *limit: next(updates)(
-                    state, batch, experiment.teacher, *limit
+                    state, batch, experiment.values, experiment.teacher, *limit
                 ),
                 state,
                 watched,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base import Record, require, require_between
+from vit_jax.base.records import is_off
 from vit_jax.models.attention import LONG_SEQUENCE, SAVED, Implementation, supports_cudnn
 from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.positions import RELATIVE
@@ -50,7 +51,7 @@ class Regularization(Record):
     @property
     def is_random_in_blocks(self) -> bool:
         """Whether blocks draw random numbers."""
-        return self.dropout > 0 or self.stochastic_depth > 0
+        return not (is_off(self.dropout) and is_off(self.stochastic_depth))
 
     def num_kept(self, patches: int) -> int:
         """Returns the number of patches that an example keeps in training."""

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Int, Key, Params, UserError, require
+from vit_jax.base import Array, Bool, Float, Int, Key, Params, Scalar, UserError, require
+from vit_jax.base.records import is_off
 from vit_jax.models import activation_sharding, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, apply_remat
@@ -109,6 +110,20 @@ class PatchEmbedding(ViTModule):
         return tokens + bias.astype(self.compute.dtype)
 
 
+class Dropout(nn.Module):
+    """Sets features to zero with a probability that, unlike in `nn.Dropout`, may be traced."""
+
+    rate: Scalar
+
+    @nn.compact
+    def __call__(self, x: Tokens) -> Tokens:
+        if is_off(self.rate):
+            return x
+        keep = 1 - self.rate
+        kept = jax.random.bernoulli(self.make_rng('dropout'), keep, x.shape)
+        return jnp.where(kept, x / jnp.asarray(keep, x.dtype), 0)
+
+
 class Attention(ViTModule):
     """Multi-head attention, in which tokens `x` attend to tokens `y`.
 
@@ -149,7 +164,7 @@ class Attention(ViTModule):
         mixed = attend(query, key, value, relative=relative, implementation=kernel)
         mixed = tap_array(self, 'heads', mixed)
         out = Dense((config.width,), self.compute, axes=2, name='out')(mixed)
-        return nn.Dropout(self.regularization.dropout, deterministic=False)(out)
+        return Dropout(self.regularization.dropout)(out)
 
 
 class Mlp(ViTModule):
@@ -163,7 +178,7 @@ class Mlp(ViTModule):
     def __call__(self, x: Tokens) -> Tokens:
         config, tiny = self.config, nn.initializers.normal(1e-6)
         dense = functools.partial(Dense, compute=self.compute, bias_init=tiny)
-        drop = nn.Dropout(self.regularization.dropout, deterministic=False)
+        drop = Dropout(self.regularization.dropout)
         hidden = dense((config.mlp_dim,), name='dense1')(x)
         if config.gelu is None:
             hidden = nn.silu(dense((config.mlp_dim,), name='gate')(x)) * hidden
@@ -231,7 +246,7 @@ class Block(ViTModule):
             branch = branch.astype(x.dtype)
         tap(self, f'{name}/out', lambda: branch)
         tap(self, f'{name}/residual', lambda: (skip, branch))
-        if self.regularization.stochastic_depth > 0:
+        if not is_off(self.regularization.stochastic_depth):
             branch = drop_branch(branch, own.drop_rate, key=self.make_rng('dropout'))
         return activation_sharding.keep_sharded(skip + branch)
 
@@ -471,7 +486,7 @@ class ViT(ViTModule):
             count = self.regularization.num_kept(patches)
             kept = positions.draw_kept(self.make_rng('dropout'), (len(x), patches), count)
             x = positions.keep_patches(x, kept, before)
-        x = nn.Dropout(self.regularization.dropout, deterministic=False, name='dropout')(x)
+        x = Dropout(self.regularization.dropout, name='dropout')(x)
         if config.registers:
             parts = x[:, :before], tile_over_batch(registers, x), x[:, before:]
             x = jnp.concatenate(parts, axis=1)

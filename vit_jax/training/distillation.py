@@ -60,7 +60,6 @@ class Teacher(NamedTuple):
     """A frozen model from whose outputs the student learns."""
 
     model: Model
-    params: Params  # on the devices, or abstract
     normalize: Normalize  # maps images with pixels from 0 to 255 to the input of the model
 
 

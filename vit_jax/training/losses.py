@@ -54,7 +54,8 @@ def make_loss(config: LossConfig | Loss) -> Loss:
             return losses
         if config.binary_targets:
             targets = (targets > 0).astype(targets.dtype)
-        targets = optax.smooth_labels(targets, config.label_smoothing)
+        if not records.is_off(config.label_smoothing):
+            targets = optax.smooth_labels(targets, config.label_smoothing)
         match config.kind:
             case 'softmax':
                 return optax.softmax_cross_entropy(logits, targets)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from vit_jax.base import Array, Float, Params, tree_names
+from vit_jax.base import Array, Float, Params, Scalar, tree_names
 from vit_jax.models.activation_sharding import mesh_in_context
 from vit_jax.training.param_groups import BLOCKS
 
@@ -27,7 +27,7 @@ def is_matrix(params: Any) -> Any:
     return tree_names.match_mask(params, MATRIX)
 
 
-def scale_by_muon(momentum: float, moment_dtype: str) -> optax.GradientTransformation:
+def scale_by_muon(momentum: Scalar, moment_dtype: str) -> optax.GradientTransformation:
     """Makes Muon with updates of Adam's RMS ("Muon is Scalable for LLM Training")."""
     axes = functools.partial(tree_names.map_named, _matrix_axes)
     make = functools.partial(optax.contrib.scale_by_muon, weight_dimension_numbers=axes)

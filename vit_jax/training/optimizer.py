@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base import Array, Float, Int, Params, UserError, plural, records, tree_names
+from vit_jax.base import Float, Params, Scalar, UserError, plural, records, tree_names
 from vit_jax.training import muon
 from vit_jax.training.duration import Duration, TrainLength
 from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig
@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 # Options of all named kinds. They do not apply to an optimizer that is a function.
 _OF_ALL_KINDS = 'weight_decay', 'head_weight_decay', 'decay_pattern', 'moment_dtype'
 _LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
+_TABLE = 2**20  # steps; longer trainings have tables of a multiple of this
 
 
 def _steps(count: int) -> Any:
@@ -101,8 +102,8 @@ class OptimizerConfig(ParamGroupsConfig):
                 _require_kind(self, kinds, f'{name}={value}')
 
 
-def make_schedule(config: ScheduleConfig, length: TrainLength) -> optax.Schedule:
-    """Makes the schedule, which maps a step to the learning rate.
+def make_schedule(config: ScheduleConfig, length: TrainLength) -> Callable[[Any], Any]:
+    """Makes the schedule, which maps steps to learning rates, on the host.
 
     As in the paper's code, the decay starts after the warmup, and warmup multiplies the rate by
     min(1, step / warmup), so that the rate of step 0 is 0.
@@ -121,27 +122,43 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> optax.Schedule
     wrong = f'config.schedule.rsqrt_timescale.{config.rsqrt_timescale}: expected at least one step'
     records.require(timescale > 0, wrong)
 
-    def schedule(step: Int[Array, '']) -> Float[Array, '']:
-        after = jnp.maximum(0.0, step - warmup)
-        progress = jnp.minimum(1.0, after / max(1, total_steps - warmup))
+    def schedule(step: Any) -> Any:
+        after = np.maximum(0.0, step - warmup)
+        progress = np.minimum(1.0, after / max(1, total_steps - warmup))
         match config.kind:
             case 'cosine':
-                rate = peak * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+                rate = peak * 0.5 * (1 + np.cos(np.pi * progress))
             case 'linear':
                 rate = end + (peak - end) * (1 - progress)
             case 'rsqrt':  # continuous at the end of the warmup (Scaling Vision Transformers)
-                rate = peak / jnp.sqrt(1 + after / timescale)
+                rate = peak / np.sqrt(1 + after / timescale)
             case 'constant':
-                rate = jnp.asarray(peak, jnp.float32)
+                rate = np.full(np.shape(step), peak)
             case other:
                 assert_never(other)
         if warmup:
-            rate = rate * jnp.minimum(1.0, step / warmup)
+            rate = rate * np.minimum(1.0, step / warmup)
         if cooldown:
-            rate = rate * jnp.minimum(1.0, (total_steps - step) / cooldown)
+            rate = rate * np.minimum(1.0, (total_steps - step) / cooldown)
         return rate
 
     return schedule
+
+
+def tabulate(function: Callable[[Any], Any], total_steps: int) -> Float[np.ndarray, 'n']:
+    """Tabulates a function of the step, for `look_up`.
+
+    The number of entries hardly depends on the length of the training, so that runs of different
+    lengths have the same program.
+    """
+    entries = -(-(total_steps + 1) // _TABLE) * _TABLE
+    values = np.asarray(function(np.arange(total_steps + 1)), np.float32)
+    return np.pad(values, (0, entries - len(values)), mode='edge')
+
+
+def look_up(table: Any) -> optax.Schedule:
+    """Returns the function of the step that a table of `tabulate` contains."""
+    return lambda step: jnp.take(table, step, mode='clip')
 
 
 def make_optimizer(
@@ -157,18 +174,17 @@ def make_optimizer(
     wrong = 'config.optimizer.kind=muon: no block or stage kernels are trained; use kind=adamw'
     records.require(config.kind != 'muon' or has_matrix, wrong)
     wrong = 'config.optimizer.kind=lamb: got no weight decay; expected weight_decay > 0'
-    records.require(config.kind != 'lamb' or bool(groups.weight_decays), wrong)
+    records.require(config.kind != 'lamb' or bool(groups.decayed), wrong)
     chain = []
     if config.clip_norm is not None:
         chain.append(optax.clip_by_global_norm(config.clip_norm))
     moments, trains_all = _make_core(config, schedule), all(jax.tree.leaves(groups.trainable))
     chain.append(moments if trains_all else optax.masked(moments, groups.trainable))
-    for amount, mask in groups.weight_decays:
-        chain.append(optax.add_decayed_weights(amount, mask))
+    for name, mask in groups.decayed.items():
+        chain.append(optax.add_decayed_weights(getattr(config, name), mask))
         if config.kind == 'lamb':
             chain.append(optax.masked(_scale_by_trust_ratio(), mask))
-    factors = groups.lr_multipliers
-    if any(np.any(factor != 1) for factor in jax.tree.leaves(factors)):
+    if (factors := groups.lr_factors) is not None:
         chain.append(optax.stateless(lambda grads, _: jax.tree.map(operator.mul, grads, factors)))
     if isinstance(config.kind, str):
         chain.append(optax.scale_by_learning_rate(schedule))
@@ -214,7 +230,7 @@ def count_moments(config: OptimizerConfig, params: Params) -> int:
     return counts[0] // counts[1] + (find_schedule_free(state) is not None)
 
 
-def _adafactor(b1: float, b2: float, moment_dtype: str) -> optax.GradientTransformation:
+def _adafactor(b1: Scalar, b2: Scalar, moment_dtype: str) -> optax.GradientTransformation:
     """Makes Adafactor with factored second moments and momentum, without parameter scaling."""
 
     def decay(step: Any, exponent: float) -> Any:
@@ -272,7 +288,7 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
         raise UserError(f'{wrong}; use one with update(gradient, state, params)') from error
     if (state := find_schedule_free(opt_state)) is None:
         return
-    is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(groups.lr_multipliers))
+    is_plain = groups.lr_factors is None
     is_whole = len(jax.tree.leaves(state.z)) == len(jax.tree.leaves(params))
     wrong = 'config.optimizer.kind: a schedule-free optimizer treats all parameters equally; '
     wrong += 'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay'

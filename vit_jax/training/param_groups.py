@@ -55,25 +55,26 @@ class ParamGroupsConfig(records.Record):
 class ParamGroups(NamedTuple):
     """Param groups of a model, as trees with the structure of its parameters."""
 
-    weight_decays: list[tuple[float, Any]]  # (weight decay, tree of booleans) pairs
-    lr_multipliers: Any  # tree of factors, each a number or an array over blocks; 0: frozen
+    decayed: dict[str, Any]  # tree of booleans for each field with a weight decay, by its name
+    trained: Any  # tree of booleans, each a scalar or an array over blocks
+    lr_factors: Any | None  # tree of learning rate factors, as `trained`; None: all are 1
     report: list[str]  # one line per option or pattern, with what it matches
 
     def stop_frozen_gradients(self, params: Any) -> Any:
         """Applies stop_gradient to frozen parameters."""
 
-        def stop(param: Any, factor: Any) -> Any:
-            if np.all(factor != 0):
+        def stop(param: Any, trained: Any) -> Any:
+            if np.all(trained):
                 return param
             stopped = jax.lax.stop_gradient(param)
-            return stopped if not np.any(factor) else jax.numpy.where(factor != 0, param, stopped)
+            return jax.numpy.where(trained, param, stopped) if np.any(trained) else stopped
 
-        return jax.tree.map(stop, params, self.lr_multipliers)
+        return jax.tree.map(stop, params, self.trained)
 
     @property
     def trainable(self) -> Any:
         """Tree of booleans that tell whether any part of a leaf is trained."""
-        return jax.tree.map(lambda factor: bool(np.any(factor)), self.lr_multipliers)
+        return jax.tree.map(lambda trained: bool(np.any(trained)), self.trained)
 
 
 def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
@@ -105,20 +106,22 @@ def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
         report.append(f'trained: {what}, {round(sum(jax.tree.leaves(counts))):,} parameters')
     for pattern in config.frozen:
         factors = multiply_matched(pattern, 0.0, 'frozen')
-    body = config.weight_decay
-    parts = [('', body, '.*')]
-    if (head_decay := config.head_weight_decay) is not None:
-        parts = [(' of the body', body, f'(?!{_HEAD}).*'), (' of the head', head_decay, _HEAD)]
-    decays = []
-    for part, amount, where in parts:
-        if amount:
+    parts = [('', 'weight_decay', '.*')]
+    if config.head_weight_decay is not None:
+        body = ' of the body', 'weight_decay', f'(?!{_HEAD}).*'
+        parts = [body, (' of the head', 'head_weight_decay', _HEAD)]
+    decayed_by = {}
+    for part, name, where in parts:
+        if amount := getattr(config, name):
             decayed = tree_names.match_mask(params, config.decay_pattern)
             mask = jax.tree.map(operator.and_, decayed, tree_names.match_mask(params, where))
             wrong = f'decay_pattern={config.decay_pattern!r}: matches no parameter{part}'
             records.require(any(jax.tree.leaves(mask)), f'config.optimizer.{wrong}')
-            decays.append((amount, mask))
+            decayed_by[name] = mask
             report.append(f'weight decay {amount:g}{part}: {_describe_match(params, mask)}')
-    return ParamGroups(decays, factors, report)
+    trained = jax.tree.map(lambda factor: factor != 0, factors)
+    is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(factors))
+    return ParamGroups(decayed_by, trained, None if is_plain else factors, report)
 
 
 def _trainable_factors(params: Any, count: int) -> Any:

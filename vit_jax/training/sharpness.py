@@ -6,16 +6,19 @@ GSAM, and stores a copy of the parameters in its state.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 import optax
 
-from vit_jax.base import Array, Batch, Float, Int, Key, Params, records
+from vit_jax.base import Array, Batch, Int, Key, Params, records
 from vit_jax.training.losses import BatchSums
 
 Gradient = tuple[Params, BatchSums]  # gradient of the summed loss, and the sums
 # Maps (parameters, batch, dropout key) to a gradient.
 GradientFunction = Callable[[Params, Batch, Key[Array, '']], Gradient]
+# Norms of SAM's perturbation at the given steps.
+Radius = Callable[[Any], Any]
 # Maps (gradient function, step) to the gradient function of SAM or GSAM.
 Sharpener = Callable[[GradientFunction, Int[Array, '']], GradientFunction]
 _EPSILON = 1e-12  # added to norms of gradients
@@ -42,9 +45,35 @@ class Sam(records.Record):
         records.require(self.rho > 0 or self.alpha == 0, f'alpha={self.alpha}: not used with rho=0')
 
 
-def make_sharpener(
-    config: Sam | None, schedule: optax.Schedule, *, peak: float, total_steps: int
-) -> Sharpener | None:
+def make_radius(
+    config: Sam, schedule: Callable[[Any], Any], *, peak: float, total_steps: int
+) -> Radius:
+    """Makes the function that maps steps to norms of the perturbation.
+
+    Args:
+      config: Options of SAM.
+      schedule: Maps steps to learning rates (see `make_schedule`).
+      peak: The highest learning rate.
+      total_steps: Length of the training, after which the learning rate is final.
+
+    Raises:
+      UserError: If `rho_min` has no effect, because the learning rate does not decrease.
+    """
+    final, low = schedule(total_steps), config.rho if config.rho_min is None else config.rho_min
+    wrong = f'config.optimizer.sharpness.rho_min={low}: the learning rate must end below its peak'
+    records.require(low == config.rho or final < peak, f'{wrong}; leave rho_min out')
+
+    def radius(step: Any) -> Any:
+        if low == config.rho:
+            return np.full(np.shape(step), low)
+        # During the warmup, the rate may be lower than the final one.
+        fraction = (schedule(step) - final) / (peak - final)
+        return np.maximum(0.0, low + (config.rho - low) * fraction)
+
+    return radius
+
+
+def make_sharpener(config: Sam | None, radius: Radius) -> Sharpener | None:
     """Makes the function that replaces the gradient of a batch by SAM's or GSAM's.
 
     Both passes have the same batch and the same dropout. The formulas hold for sums as for means,
@@ -53,29 +82,13 @@ def make_sharpener(
 
     Args:
       config: Options of SAM; None: the plain gradient.
-      schedule: Maps a step to the learning rate.
-      peak: The highest learning rate.
-      total_steps: Length of the training, after which the learning rate is final.
+      radius: Maps a step to the norm of the perturbation (see `make_radius`).
 
     Returns:
       The function; None without a perturbation, so that training compiles as without SAM.
-
-    Raises:
-      UserError: If `rho_min` has no effect, because the learning rate does not decrease.
     """
-    if config is None or config.rho == 0:
+    if config is None or records.is_off(config.rho):
         return None
-    final, peak = (float(jnp.float32(x)) for x in (schedule(jnp.asarray(total_steps)), peak))
-    low = config.rho if config.rho_min is None else config.rho_min
-    wrong = f'config.optimizer.sharpness.rho_min={low}: the learning rate must end below its peak'
-    records.require(low == config.rho or final < peak, f'{wrong}; leave rho_min out')
-
-    def radius(step: Int[Array, '']) -> Float[Array, '']:
-        if low == config.rho:
-            return jnp.asarray(low)
-        # During the warmup, the rate may be lower than the final one.
-        fraction = (schedule(step) - final) / (peak - final)
-        return jnp.maximum(0.0, low + (config.rho - low) * fraction)
 
     def sharpen(gradients: GradientFunction, step: Int[Array, '']) -> GradientFunction:
         def sharpened(params: Params, batch: Batch, key: Key[Array, '']) -> Gradient:
@@ -83,7 +96,7 @@ def make_sharpener(
             distance = radius(step) / (optax.tree.norm(gradient) + _EPSILON)
             moved = optax.tree.add_scale(params, distance, gradient)
             perturbed, _ = gradients(moved, batch, key)
-            if config.alpha == 0:
+            if records.is_off(config.alpha):
                 return perturbed, sums
             # The part of the gradient that is orthogonal to the perturbed one is subtracted.
             direction = optax.tree.scale(1 / (optax.tree.norm(perturbed) + _EPSILON), perturbed)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
+from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params, Scalar
 from vit_jax.training import losses
 from vit_jax.training.distillation import PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, StepMetrics
@@ -68,12 +68,12 @@ class TrainState(NamedTuple):
         return TrainState(rest['step'], eval_params, rest['optimizer'], None)
 
 
-def key_for(seed: int, purpose: int, step: Int[Array, ''] | int) -> Key[Array, '']:
+def key_for(seed: int | Array, purpose: int, step: Int[Array, ''] | int) -> Key[Array, '']:
     """Returns the key of a purpose at a step."""
     return jax.random.fold_in(make_purpose_key(seed, purpose), step)
 
 
-def make_purpose_key(seed: int, purpose: int) -> Key[Array, '']:
+def make_purpose_key(seed: int | Array, purpose: int) -> Key[Array, '']:
     """Returns the key of a purpose, from which other keys are derived."""
     return jax.random.fold_in(jax.random.key(seed), purpose)
 
@@ -126,9 +126,9 @@ def make_update(
     *,
     augment: Callable[..., Batch] = lambda key, batch: batch,
     stop_frozen_gradients: Callable[[Params], Params] = lambda params: params,
-    seed: int = 0,
+    seed: int | Array = 0,
     accumulation_steps: int = 1,
-    ema_decay: float | None = None,
+    ema_decay: Scalar | None = None,
     sharpen: Sharpener | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.

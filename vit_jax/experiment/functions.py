@@ -1,0 +1,232 @@
+"""The pure functions of an experiment: first state, training steps, and sums of evaluations.
+
+They are made from the structure of the experiment and get its values as an argument (see
+`values`), so that they can be compiled once for all values.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from vit_jax.base import Array, Batch, Key, Params
+from vit_jax.checkpoints import transfer
+from vit_jax.config import StepKind, TrainConfig
+from vit_jax.data.augmentation import augment, example_keys
+from vit_jax.data.image_preprocessing import Preprocessing, normalize
+from vit_jax.distributed import meshes
+from vit_jax.evaluation import evaluator
+from vit_jax.evaluation.evaluator import EvalStep
+from vit_jax.evaluation.features import make_feature_sums
+from vit_jax.experiment.values import Values, insert_values, make_key
+from vit_jax.models import Compute, Model, ModelConfig, Regularization, ViTConfig, build
+from vit_jax.training import distillation, losses
+from vit_jax.training import update as updates
+from vit_jax.training.masked_patches import make_patch_loss_sums
+from vit_jax.training.optimizer import look_up, make_optimizer
+from vit_jax.training.param_groups import ParamGroups
+from vit_jax.training.sharpness import make_sharpener
+from vit_jax.training.update import TrainState
+
+Update = Callable[..., tuple[TrainState, losses.StepMetrics]]
+LossSumsFn = Callable[..., losses.BatchSums]
+
+
+class Structure(NamedTuple):
+    """What the programs of an experiment depend on, besides the shapes of their arguments."""
+
+    config: TrainConfig  # the result of `remove_values`
+    model: ModelConfig  # the resolved architecture
+    compute: Compute
+    mesh: Mesh
+    preprocessing: Preprocessing  # of pixels; its crop runs on the host
+    num_classes: int
+    multi_label: bool
+    teacher: tuple[ModelConfig, Preprocessing] | None  # its parameters are an argument
+
+    def build_model(
+        self, patch_size: int | None = None, regularization: Regularization | None = None
+    ) -> Model:
+        """Builds the model with a patch size; None: the size of the architecture."""
+        return transfer.build_at_patch_size(
+            self.model,
+            patch_size,
+            regularization=regularization,
+            # Each patch size has the fastest attention for its number of tokens.
+            compute=self.compute,
+            platform=self.mesh.devices.flat[0].platform,
+        )
+
+    def build_teacher(self) -> distillation.Teacher | None:
+        """Builds the teacher, if any."""
+        if self.teacher is None:
+            return None
+        config, preprocessing = self.teacher
+        compute = Compute(dtype=self.compute.dtype)
+        model = build(config, compute=compute, platform=self.mesh.devices.flat[0].platform)
+        scale = functools.partial(normalize, preprocessing=preprocessing)
+        return distillation.Teacher(model, scale)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for structures with the same functions."""
+        return make_key(tuple(self))
+
+
+class Functions:
+    """The functions of a structure, which are traced with its mesh (see `with_mesh`).
+
+    - init(values, params=None) -> state before the first step
+    - init_params(values) -> initial parameters
+    - update(kind) -> training step (state, batch, values, teacher=None, loss_limit=inf)
+    - evaluate(patch_size) -> step (params, batch, values) of an evaluator
+    - features() -> step (params, batch) of an evaluator of features
+    """
+
+    def __init__(self, structure: Structure, groups: ParamGroups):
+        on_mesh = functools.partial(meshes.with_mesh, structure.mesh)
+        init = make_init(structure, groups)
+        self.init = on_mesh(init)
+        self.init_params = on_mesh(lambda values: init(values).params)
+
+        @functools.cache
+        def update(kind: StepKind) -> Update:
+            return on_mesh(make_update(structure, groups, kind))
+
+        @functools.cache
+        def evaluate(patch_size: int | None) -> EvalStep:
+            return on_mesh(evaluator.as_step(make_eval_sums(structure, patch_size)))
+
+        @functools.cache
+        def features() -> EvalStep:
+            sums = make_feature_sums(structure.build_model(), structure.preprocessing)
+            return on_mesh(evaluator.as_step(sums))
+
+        self.update, self.evaluate, self.features = update, evaluate, features
+
+
+_FUNCTIONS: dict[Hashable, Functions] = {}  # of the newest structures, by key
+_MAX_STRUCTURES = 32
+
+
+def make_functions(structure: Structure, groups: ParamGroups) -> Functions:
+    """Returns the functions of a structure; the same objects as before for an equal structure.
+
+    jax compiles the same function only once in a process.
+    """
+    functions = _FUNCTIONS.pop(structure.key, None) or Functions(structure, groups)
+    _FUNCTIONS[structure.key] = functions
+    if len(_FUNCTIONS) > _MAX_STRUCTURES:
+        del _FUNCTIONS[next(iter(_FUNCTIONS))]
+    return functions
+
+
+def build_trained_model(structure: Structure) -> Model:
+    """Builds the model whose initial parameters are trained, without dropout."""
+    model, teacher = structure.build_model(), structure.build_teacher()
+    if teacher is not None and structure.config.distillation.kind == 'features':
+        model = distillation.with_projection(model, teacher.model)
+    return model
+
+
+def make_init(structure: Structure, groups: ParamGroups) -> Callable[..., TrainState]:
+    """Makes the function (values, params=None) -> state before the first step."""
+    model = build_trained_model(structure)
+
+    def init(values: Values, params: Params | None = None) -> TrainState:
+        config = insert_values(structure.config, values)
+        optimizer = _make_optimizer(config, values, groups)
+        if params is None:
+            params = model.init(updates.key_for(config.seed, updates.INITIALIZE, 0))
+        return TrainState.initial(params, optimizer, with_ema=config.ema_decay is not None)
+
+    return init
+
+
+def make_update(structure: Structure, groups: ParamGroups, kind: StepKind) -> Update:
+    """Makes the training step (state, batch, values, teacher=None, loss_limit=inf)."""
+    targets = functools.partial(losses.make_targets, num_classes=structure.num_classes)
+
+    def update(
+        state: TrainState,
+        batch: Batch,
+        values: Values,
+        teacher: Params | None = None,
+        loss_limit: Any = jnp.inf,
+    ) -> tuple[TrainState, losses.StepMetrics]:
+        config = insert_values(structure.config, values)
+        regularization = kind.regularize(config.regularization)
+        model = structure.build_model(kind.patch_size, regularization)
+        step = updates.make_update(
+            make_train_sums(structure, config, model),
+            _make_optimizer(config, values, groups),
+            look_up(values.learning_rates),
+            augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
+            stop_frozen_gradients=groups.stop_frozen_gradients,
+            seed=config.seed,
+            accumulation_steps=config.accumulation_steps,
+            ema_decay=config.ema_decay,
+            sharpen=make_sharpener(config.optimizer.sharpness, look_up(values.radii)),
+        )
+        return step(state, batch, teacher, loss_limit)
+
+    return update
+
+
+def _make_optimizer(
+    config: TrainConfig, values: Values, groups: ParamGroups
+) -> optax.GradientTransformation:
+    groups = groups._replace(lr_factors=values.lr_factors)
+    return make_optimizer(config.optimizer, look_up(values.learning_rates), groups)
+
+
+def make_train_sums(structure: Structure, config: TrainConfig, model: Model) -> LossSumsFn:
+    """Makes the function that sums loss and metrics over a batch in training."""
+    scale = functools.partial(normalize, preprocessing=structure.preprocessing)
+    if config.objective is not None:
+        return _make_patch_sums(structure, config, model)
+    loss, teacher = losses.make_loss(config.loss), structure.build_teacher()
+    if teacher is not None:
+        return distillation.make_distillation_sums(config.distillation, model, teacher, loss, scale)
+    return updates.make_loss_sums(model.apply, loss, scale)
+
+
+def make_eval_sums(structure: Structure, patch_size: int | None) -> LossSumsFn:
+    """Makes the function (params, batch, values) -> sums of an evaluation.
+
+    If training images are multi-label, evaluations measure the mean average precision. Otherwise
+    the targets of an evaluated image with several classes are scaled to sum to one
+    (see `with_scaled_targets`).
+    """
+    model = structure.build_model(patch_size)
+    scale = functools.partial(normalize, preprocessing=structure.preprocessing)
+
+    def sums(params: Params, batch: Batch, values: Values) -> losses.BatchSums:
+        config = insert_values(structure.config, values)
+        if config.objective is not None:
+            return _make_patch_sums(structure, config, model)(params, batch)
+        loss, outputs = losses.make_loss(config.loss), evaluator.logits_and_targets
+        if structure.multi_label:
+            return updates.make_loss_sums(model.apply, loss, scale, outputs=outputs)(params, batch)
+        scaled = evaluator.with_scaled_targets(loss)
+        return updates.make_loss_sums(model.apply, scaled, scale)(params, batch)
+
+    return sums
+
+
+def _make_patch_sums(structure: Structure, config: TrainConfig, model: Model) -> LossSumsFn:
+    assert config.objective is not None and isinstance(model.config, ViTConfig)
+
+    def keys_of(batch: Batch) -> Key[Array, 'b']:
+        return example_keys(updates.make_purpose_key(config.seed, updates.CORRUPT), batch)
+
+    return make_patch_loss_sums(
+        model.predict_patches,
+        config.objective,
+        functools.partial(normalize, preprocessing=structure.preprocessing),
+        model=model.config,
+        keys_of=keys_of,
+    )

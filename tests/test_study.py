@@ -80,7 +80,7 @@ def test_a_signal_to_the_study_stops_the_training_which_saves(tmp_path):
     while not (workdir / 'metrics.jsonl').exists() and time.monotonic() < until:
         time.sleep(0.2)
     code, lines = output(tmp_path, *flags)  # as on another host
-    assert code == 1 and 'process' in lines[0] and 'starts' not in lines[0]
+    assert code == 1 and 'process' in lines[1] and 'starts' not in lines[1]
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=300)
     assert process.returncode == 130 and 'stopped at step' in text

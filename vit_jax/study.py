@@ -3,7 +3,9 @@
     python -m vit_jax.study --config=configs/studies/pooling.py:small --workdir=DIR
 
 A study has one or more grids of experiments, repeated with several seeds. Its incomplete runs train
-one after the other with vit_jax.train, each in its own work directory, DIR/GRID/VALUE-VALUE-seedN.
+one after the other as with vit_jax.train, each in its own work directory,
+DIR/GRID/VALUE-VALUE-seedN. Runs that differ only in seed, learning rates and other values (see
+docs/studies.md) share their compiled programs.
 Run the same command again to resume a study that was stopped. Several hosts that share DIR can run
 it at the same time; each trains runs that no other host is training. If a run fails, the study
 reports it and continues with the next one. DIR/results.md has means and standard deviations over
@@ -11,24 +13,32 @@ seeds, DIR/results.csv the results of each run, DIR/results.png the plot.
 """
 
 import argparse
+import contextlib
+import gc
 import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
 import pathlib
 import re
 import shlex
 import signal
-import subprocess
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from vit_jax import train
 from vit_jax.base import UserError, atomic_write, make_folder, records, require, usable
 from vit_jax.base.storage import is_remote
-from vit_jax.cli import app
-from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE
+from vit_jax.cli import app, output
+from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE, join_job
 from vit_jax.experiment import workdirs
 from vit_jax.studies import planned_runs, results
 from vit_jax.studies.config import Study
 from vit_jax.studies.planned_runs import PlannedRun
 from vit_jax.studies.results import Row
+
+_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -58,59 +68,118 @@ def _print_commands(folder: pathlib.Path, study: Study, chosen: Sequence[Planned
     for run in chosen:
         if not planned_runs.is_complete(folder, run):
             try:
-                print(shlex.join(['python', *_command(folder, study, run)]))
+                command = 'python', '-m', 'vit_jax.train', *_prepare(folder, study, run)
+                print(shlex.join(command))
             except UserError as error:
                 print(f'# {run.name}: {error}')
 
 
-def _command(folder: pathlib.Path, study: Study, run: PlannedRun) -> list[str]:
-    """Writes the configuration of a run, and returns the Python arguments that train it."""
+def _prepare(folder: pathlib.Path, study: Study, run: PlannedRun) -> list[str]:
+    """Writes the configuration of a run, and returns the arguments of vit_jax.train."""
     config = planned_runs.write_run_config(folder, study, run)
-    return ['-m', 'vit_jax.train', f'--config={config}', f'--workdir={folder / run.name}']
+    return [f'--config={config}', f'--workdir={folder / run.name}']
 
 
 def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> int:
     """Trains the incomplete runs. Returns 0, or the exit code after a signal."""
-    for number, run in enumerate(chosen, 1):
-        if planned_runs.is_complete(folder, run):
-            continue
-        label = f'{number} of {len(chosen)}  {run.name}'
-        if holder := workdirs.find_holder(folder / run.name):
-            print(f'{label}  is being trained by {holder}', flush=True)
-            continue
-        try:
-            command = _command(folder, study, run)
-        except UserError as error:
-            print(f'{label}  cannot start: {error}', flush=True)
-            continue
-        print(f'{label}  starts', flush=True)
-        code = _wait(subprocess.Popen([sys.executable, *command], start_new_session=True))
-        if code in (EXIT_INTERRUPTED, REQUEUE):
-            return code
-        if code:
-            print(f'{label}  failed with exit code {code}', flush=True)
+    left = [run for run in chosen if not planned_runs.is_complete(folder, run)]
+    if left:
+        print(planned_runs.describe_programs(left), flush=True)
+    with _Trainer.open() as trainer:
+        for number, run in enumerate(chosen, 1):
+            if planned_runs.is_complete(folder, run):
+                continue
+            label = f'{number} of {len(chosen)}  {run.name}'
+            if holder := workdirs.find_holder(folder / run.name):
+                print(f'{label}  is being trained by {holder}', flush=True)
+                continue
+            try:
+                words = _prepare(folder, study, run)
+            except UserError as error:
+                print(f'{label}  cannot start: {error}', flush=True)
+                continue
+            print(f'{label}  starts', flush=True)
+            code = trainer.train(words)
+            if trainer.received:
+                return EXIT_INTERRUPTED if trainer.received[0] == signal.SIGINT else REQUEUE
+            if code in (EXIT_INTERRUPTED, REQUEUE):
+                return code
+            if code:
+                print(f'{label}  failed with exit code {code}', flush=True)
     return 0
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Waits for a training run and returns its exit code. Forwards signals, so that the run saves.
+class _Trainer:
+    """A process that trains one run after the other, so that they share compiled programs.
 
-    The run has its own session, so that Ctrl-C does not reach it a second time.
+    It forwards signals to the process, so that the run saves. The process has its own session, so
+    that Ctrl-C does not reach it a second time. If it ends, the next run starts another process.
     """
-    received = []
 
-    def pass_on(number: int, _: object) -> None:
-        received.append(number)
-        process.send_signal(number)
+    def __init__(self) -> None:
+        self.received: list[int] = []  # signals
+        self._context = multiprocessing.get_context('spawn')
+        self._process: Any = None
+        self._connection: Any = None
 
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    before = {number: signal.signal(number, pass_on) for number in numbers}
-    code = process.wait()
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    if received:
-        return EXIT_INTERRUPTED if received[0] == signal.SIGINT else REQUEUE
-    return code
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls) -> Iterator['_Trainer']:
+        """Yields a trainer, and ends its process."""
+        trainer = cls()
+        before = {number: signal.signal(number, trainer._pass_on) for number in _SIGNALS}
+        try:
+            yield trainer
+        finally:
+            if trainer._process is not None:
+                trainer._connection.close()
+                trainer._process.join()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, _: object) -> None:
+        self.received.append(number)
+        if self._process is not None:
+            os.kill(self._process.pid, number)
+
+    def train(self, words: list[str]) -> int:
+        """Trains with these arguments of vit_jax.train. Returns the exit code."""
+        if self._process is None:
+            self._connection, end = self._context.Pipe()
+            self._process = self._context.Process(target=_train_in_turn, args=(end,))
+            self._process.start()
+            end.close()
+        self._connection.send(words)
+        multiprocessing.connection.wait([self._connection, self._process.sentinel])
+        with contextlib.suppress(EOFError, ConnectionError):
+            return int(self._connection.recv())
+        self._process.join()
+        code, self._process = self._process.exitcode, None
+        return int(code)
+
+
+def _train_in_turn(connection: Any) -> None:
+    """Trains with each list of arguments that arrives, and sends back the exit code."""
+    os.setsid()
+    output.set_up()
+    is_first = True
+    while True:
+        try:
+            words = connection.recv()
+        except EOFError:  # there are no more runs
+            return
+        received, arguments = time.time(), train.make_parser().parse_args(words)
+        with join_job(app.parse_launch(arguments), app.report) as job:
+            job.started = job.started if is_first else received
+            app.prepare_devices(processes=job.count)
+            code = train.main(arguments, job)
+        signal.set_wakeup_fd(-1)
+        for number in _SIGNALS:  # between two runs, there is nothing to save
+            signal.signal(number, signal.SIG_DFL)
+        print(end='', flush=True)
+        gc.collect()  # so that the arrays of this run leave the devices
+        is_first = False
+        connection.send(code)
 
 
 def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun]) -> None:

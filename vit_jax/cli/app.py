@@ -51,11 +51,7 @@ def run(
         `| head`.
       on_devices: Whether to call `prepare_devices` before `main`.
     """
-    if not only_prints:
-        output.ignore_closed_pipes()
-    if hasattr(sys.stdout, 'reconfigure'):  # file names need not be Unicode
-        sys.stdout.reconfigure(errors='surrogateescape')
-    output.configure_logging()
+    output.set_up(only_prints=only_prints)
     try:
         arguments = parser.parse_args()
         if on_devices:

@@ -29,6 +29,18 @@ class _ForgivingStream:
         return len(text)
 
 
+def set_up(*, only_prints: bool = False) -> None:
+    """Prepares stdout, stderr and logging.
+
+    A program that only prints exits if stdout is closed, as by `| head`; others keep running.
+    """
+    if not only_prints:
+        ignore_closed_pipes()
+    if hasattr(sys.stdout, 'reconfigure'):  # file names need not be Unicode
+        sys.stdout.reconfigure(errors='surrogateescape')
+    _configure_logging()
+
+
 def ignore_closed_pipes() -> None:
     """Keeps the program running after stdout or stderr is closed, as by `| head -1`."""
     for name in 'stdout', 'stderr':
@@ -56,7 +68,7 @@ def report_unreadable(problems: Sequence[str], total: int) -> int:
     return 1 if problems else 0
 
 
-def configure_logging() -> None:
+def _configure_logging() -> None:
     """Configures logging: warnings are lines on stderr; the program itself reports errors."""
     for level in logging.WARNING, logging.ERROR, logging.CRITICAL:
         logging.addLevelName(level, logging.getLevelName(level).lower())

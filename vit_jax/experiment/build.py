@@ -175,7 +175,7 @@ def build_experiment(
     check_optimizer(optimizer, groups, params, with_ema=config.ema_decay is not None)
     _check_kinds(config, structure, length)
     model = structure.build_model(None, config.regularization)
-    structure = structure._replace(config=remove_values(config, values))
+    structure = structure._replace(config=remove_values(config))
     functions = make_functions(structure, groups)
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     teacher = None

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import psutil
 from rich.console import Console
 
 from vit_jax.base import Params, Path, plural, require, write_json
@@ -86,7 +85,7 @@ def train(
       Interrupted: If the process was told to stop (SIGTERM, SIGHUP, Ctrl-C), after saving.
     """
     # Command-line programs pass a job. Their clock starts with the process, to include imports.
-    clock = Clock(0.0 if job is None else time.time() - psutil.Process().create_time())
+    clock = Clock(0.0 if job is None else time.time() - job.started)
     job = job or Job()
     console = make_console(job)
     with contextlib.ExitStack() as stack:

@@ -62,32 +62,25 @@ class Values(NamedTuple):
 
 def make_values(config: TrainConfig, length: TrainLength, groups: ParamGroups) -> Values:
     """Returns the values of a checked configuration, on the host."""
-    numbers: dict[str, Any] = {}
-    for path in VALUES:
-        record, name = _find(config, path)
-        is_taught = config.distillation.teacher is not None or record is not config.distillation
-        if record and is_taught and not records.is_off(number := getattr(record, name)):
-            numbers[path] = np.float32(number)
-    numbers['seed'] = np.uint32(config.seed)  # 0 is a seed like others
     schedule, steps = make_schedule(config.schedule, length), length.total_steps
     radii, sam = None, config.optimizer.sharpness
     if sam is not None and sam.rho > 0:
         radius = make_radius(sam, schedule, peak=config.schedule.learning_rate, total_steps=steps)
         radii = tabulate(radius, steps)
-    return Values(numbers, tabulate(schedule, steps), radii, groups.lr_factors)
+    return Values(_find_numbers(config), tabulate(schedule, steps), radii, groups.lr_factors)
 
 
-def insert_values(config: TrainConfig, values: Values) -> TrainConfig:
+def insert_values(structure: TrainConfig, values: Values) -> TrainConfig:
     """Returns a copy of a structure with the numbers of `values`, which may be traced."""
-    return records.replaced(config, values.numbers)
+    return records.replaced(structure, values.numbers)
 
 
-def remove_values(config: TrainConfig, values: Values) -> TrainConfig:
+def remove_values(config: TrainConfig) -> TrainConfig:
     """Returns the structure: a copy in which `ARGUMENT` replaces values and fields on the host.
 
     Arithmetic with `ARGUMENT` fails, so no program can contain a value by mistake.
     """
-    blank = dict.fromkeys(values.numbers, ARGUMENT)
+    blank = dict.fromkeys(_find_numbers(config), ARGUMENT)
     for path in (*COMBINED, *ON_HOST):
         record, name = _find(config, path)
         if record and (path in ON_HOST or not records.is_off(getattr(record, name))):
@@ -95,6 +88,17 @@ def remove_values(config: TrainConfig, values: Values) -> TrainConfig:
     zeros = [pattern for pattern, factor in config.optimizer.lr_multipliers if factor == 0]
     frozen = *config.optimizer.frozen, *zeros
     return records.replaced(config, blank | {'optimizer.frozen': frozen})
+
+
+def _find_numbers(config: TrainConfig) -> dict[str, Any]:
+    """Returns the numbers of `VALUES` that are not off, by path."""
+    numbers: dict[str, Any] = {}
+    for path in VALUES:
+        record, name = _find(config, path)
+        is_taught = config.distillation.teacher is not None or record is not config.distillation
+        if record and is_taught and not records.is_off(number := getattr(record, name)):
+            numbers[path] = np.float32(number)
+    return numbers | {'seed': np.uint32(config.seed)}  # 0 is a seed like others
 
 
 def _find(config: TrainConfig, path: str) -> tuple[Record | None, str]:

@@ -5,15 +5,16 @@ GRID/VALUE-VALUE-seedN.json its configuration.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from vit_jax.base import Path, UserError, records, require, usable
+from vit_jax.base import Path, UserError, plural, records, require, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import FREE, TrainConfig, differing, write_config
 from vit_jax.evaluation.evaluator import lower_is_better
 from vit_jax.experiment import reporter, workdirs
+from vit_jax.experiment.values import make_key, remove_values
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
 
@@ -78,6 +79,27 @@ def _check_measures(grid: Grid, run: PlannedRun) -> None:
         is_known = measure == COMPUTE or measure.partition('/')[0] in kinds
         expected = ', '.join(f'{kind}/...' for kind in kinds)
         require(is_known, f'grids.{run.grid}: measure {measure!r}: expected {expected}, compute')
+
+
+def describe_programs(runs: Sequence[PlannedRun]) -> str:
+    """Says how many training steps and evaluations these runs compile at most."""
+    steps, evaluations = set[Hashable](), set[Hashable]()
+    for run in runs:
+        config, structure = run.config, _structure_key(run)
+        steps |= {(structure, kind) for kind in config.step_kinds}
+        for one in config.evaluations.values():
+            batch = one.data or config.data, one.labels, config.eval_batch_size or config.batch_size
+            evaluations.add((structure, one.patch_size, batch))
+    programs = f'{plural(len(steps), "training step")} and {plural(len(evaluations), "evaluation")}'
+    return f'{plural(len(runs), "run")} to train, with {programs} to compile'
+
+
+def _structure_key(run: PlannedRun) -> Hashable:
+    """Returns a key of what the programs of a run depend on. The data determine the classes."""
+    config = run.config
+    parent = None if run.parent is None else _structure_key(run.parent)
+    start = parent or config.start_from
+    return make_key((remove_values(config), config.data, config.classes, start))
 
 
 def read_last_step(folder: Path, run: PlannedRun) -> int | None:

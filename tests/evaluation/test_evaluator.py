@@ -172,6 +172,16 @@ def test_features_are_those_of_the_model_and_nan_if_unreadable():
         features.make_feature_function(extract, broken)(reader, indices)
 
 
+def test_the_mean_of_average_precisions_is_over_classes_with_images():
+    def perfect(params, batch):
+        targets = jax.nn.one_hot(batch['labels'], 4)  # the fourth class has no image
+        return sum_examples({}, batch['mask'], {'logits': targets, 'targets': targets})
+
+    reader = reader_of(SOURCE)
+    found = make_evaluator(perfect, batches_on_all_devices(reader, 8)).evaluate({}, reader)
+    assert found.means == {'mean_average_precision': 1.0}
+
+
 def test_average_precision_is_the_mean_precision_at_each_hit():
     scores = np.array([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.1, 0.4]])
     targets = np.array([[1, 0], [0, 0], [1, 1], [0, 0]])

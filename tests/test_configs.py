@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import json
 
 import jax
 import pytest
@@ -38,26 +37,8 @@ def test_each_configuration_is_valid_and_survives_json():
         assert records.from_dict(TrainConfig, records.to_dict(config), where=name) == config
 
 
-# Fields of data, lengths and reports, which change numbers of an update, but not its operations.
-_NOT_TRACED = (
-    'data train_split eval_split evals total seed start_from eval_every_steps '
-    'checkpoint_every_steps log_every_steps keep_best fewshot eval_batch_size held_out'
-).split()
-
-
-def test_fields_that_are_not_traced_exist():
-    assert {*_NOT_TRACED} <= {*records.field_types(TrainConfig)}
-
-
 def file_of(name):
     return name.partition(':')[0]
-
-
-def program_of(name):
-    """The values that determine the operations of the update."""
-    values = golden.stated(golden.small(golden.config(name)))
-    values['schedule'] = values.get('schedule', {}).get('kind')  # without rate and lengths
-    return json.dumps({key: value for key, value in values.items() if key not in _NOT_TRACED})
 
 
 TRAINED = [name for name in RUNS if not name.startswith('configs/fewshot/')]
@@ -77,29 +58,35 @@ def test_an_update_of_the_first_configuration_of_a_file_is_traced(file):
 @pytest.mark.nightly
 @pytest.mark.parametrize('file', SEVERAL)
 def test_an_update_of_each_other_program_of_a_file_is_traced(file):
-    seen = {program_of(FIRST[file])}
+    seen = {built(FIRST[file]).functions}
     for name in TRAINED:
-        if file_of(name) == file and program_of(name) not in seen:
-            seen.add(program_of(name))
+        if file_of(name) == file and built(name).functions not in seen:
+            seen.add(built(name).functions)
             print(name)  # if the test fails, pytest shows this name
             trace_update(name)
 
 
-def trace_update(name):
-    """Traces the first state and an update, for eight devices."""
+def built(name):
+    """The experiment of a configuration, for eight devices."""
     config = golden.config(name)
     config.start_from = config.start_from or 'some/checkpoint'
     config = golden.small(records.validated(config, where=name))
     images = golden.num_images(config.data)
-    experiment = build_experiment(
+    return build_experiment(
         with_dummy_data(config, num_classes=1000, num_images=images),
         devices=jax.devices(),  # as if of another machine: this one may have too little memory
     )
-    state = jax.eval_shape(experiment.functions.init, experiment.values)
+
+
+def trace_update(name):
+    """Traces the first state and an update."""
+    experiment = built(name)
+    config, functions = experiment.config, experiment.functions
+    state = jax.eval_shape(functions.init, experiment.values)
     size = experiment.model.config.image_size
     batch = abstract_batch(experiment.mesh, config.batch_size, size)
-    for update in experiment.updates.values():
-        after, metrics = jax.eval_shape(update, state, batch)
+    for kind in config.step_kinds:
+        after, metrics = jax.eval_shape(functions.update(kind), state, batch, experiment.values)
         assert tree_names.named_leaves(after) == tree_names.named_leaves(state), name
         assert metrics.sums['loss'].shape == (), name
 

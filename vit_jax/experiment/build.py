@@ -31,7 +31,7 @@ from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
 from vit_jax.experiment.functions import (
     Functions,
     Structure,
-    build_trained_model,
+    abstract_trained_params,
     make_functions,
     make_train_sums,
 )
@@ -168,7 +168,7 @@ def build_experiment(
         multi_label=train.multi_label,
         teacher=(loaded.config, loaded.preprocessing) if loaded else None,
     )
-    params = jax.eval_shape(build_trained_model(structure).init, jax.random.key(0))
+    params = abstract_trained_params(structure)
     groups = make_param_groups(config.optimizer, params)
     values = make_values(config, length, groups)
     optimizer = make_optimizer(config.optimizer, look_up(values.learning_rates), groups)

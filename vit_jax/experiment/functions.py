@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -22,7 +23,15 @@ from vit_jax.evaluation import evaluator
 from vit_jax.evaluation.evaluator import EvalStep
 from vit_jax.evaluation.features import make_feature_sums
 from vit_jax.experiment.values import Values, insert_values, make_key
-from vit_jax.models import Compute, Model, ModelConfig, Regularization, ViTConfig, build
+from vit_jax.models import (
+    Compute,
+    Model,
+    ModelConfig,
+    Regularization,
+    ViTConfig,
+    abstract_params,
+    build,
+)
 from vit_jax.training import distillation, losses
 from vit_jax.training import update as updates
 from vit_jax.training.masked_patches import make_patch_loss_sums
@@ -124,17 +133,28 @@ def make_functions(structure: Structure, groups: ParamGroups) -> Functions:
     return functions
 
 
-def build_trained_model(structure: Structure) -> Model:
+def abstract_trained_params(structure: Structure) -> Params:
+    """Returns shape and dtype of each trained parameter."""
+    params = abstract_params(structure.model)
+    init = _build_trained_model(structure).init
+    return params if not _has_projection(structure) else jax.eval_shape(init, jax.random.key(0))
+
+
+def _has_projection(structure: Structure) -> bool:
+    return structure.teacher is not None and structure.config.distillation.kind == 'features'
+
+
+def _build_trained_model(structure: Structure) -> Model:
     """Builds the model whose initial parameters are trained, without dropout."""
     model, teacher = structure.build_model(), structure.build_teacher()
-    if teacher is not None and structure.config.distillation.kind == 'features':
-        model = distillation.with_projection(model, teacher.model)
-    return model
+    if teacher is None or not _has_projection(structure):
+        return model
+    return distillation.with_projection(model, teacher.model)
 
 
 def make_init(structure: Structure, groups: ParamGroups) -> Callable[..., TrainState]:
     """Makes the function (values, params=None) -> state before the first step."""
-    model = build_trained_model(structure)
+    model = _build_trained_model(structure)
 
     def init(values: Values, params: Params | None = None) -> TrainState:
         config = insert_values(structure.config, values)

@@ -25,6 +25,14 @@ def test_rotated_queries_and_keys_know_how_far_apart_they_are_and_no_more():
     assert np.ptp(among) > 0.1
 
 
+def test_rotations_are_those_of_dinov3():
+    """The formula of `DINOv3ViTRopePositionEmbedding` in transformers, with its base of 100."""
+    angles = make_angles('rope', (2, 1), 16, class_tokens=0, registers=0)
+    frequencies = 2 * np.pi / 100 ** np.arange(0, 1, 4 / 16)
+    of_rows, of_column = np.outer([-0.5, 0.5], frequencies), np.zeros((2, 4))
+    np.testing.assert_allclose(angles, np.tile(np.hstack([of_rows, of_column]), 2))
+
+
 def test_sincos_neighbors_are_more_alike_than_strangers():
     table = sincos2d((5, 7), 32)
     assert table.shape == (35, 32)

@@ -243,6 +243,15 @@ def test_stochastic_depth_is_none_in_the_first_block_if_linear_and_without_a_key
     np.testing.assert_array_equal(never.apply(params, IMAGES, KEY), never.apply(params, IMAGES))
 
 
+def test_stochastic_depth_grows_linearly_from_the_first_block_to_the_last():
+    almost_one = Regularization(stochastic_depth=0.99999)
+    model, params = tiny.built(tiny.model(depth=2), regularization=almost_one)
+    first = jax.tree.map(lambda leaf: leaf[:1], params['encoder']['block'])
+    alone = params | {'encoder': params['encoder'] | {'block': first}}
+    expected = build(tiny.model(depth=1)).apply(alone, IMAGES)
+    np.testing.assert_allclose(model.apply(params, IMAGES, KEY), expected, rtol=1e-6)
+
+
 def test_dropout_is_active_only_with_a_key_and_depends_on_it():
     model, params = tiny.built(tiny.model(), regularization=Regularization(dropout=0.5))
     apply = jax.jit(model.apply)

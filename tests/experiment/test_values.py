@@ -1,0 +1,107 @@
+"""Runs that differ only in values share all compiled programs."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.hosts import ROOT, environment, hosts
+from tests.test_fields import ADAM, AUGMENTED, MASKED, REGULARIZED
+from vit_jax.data.loading import training_batches
+
+FILE = """
+import dataclasses
+
+from tests.test_fields import ADAM, AUGMENTED, REGULARIZED
+from vit_jax.evaluation.probing import FewshotConfig
+from vit_jax.training.duration import Duration
+from vit_jax.training.optimizer import ScheduleConfig
+from vit_jax.training.sharpness import Sam
+
+
+def get_config(x):
+    x = float(x)
+    config = dataclasses.replace(
+        REGULARIZED, optimizer=ADAM.optimizer, augmentation=AUGMENTED.augmentation,
+        fewshot=FewshotConfig(shots=(1,), seeds=(0,)), start_from=None,
+    )
+    config.seed, config.total = int(100 * x), Duration(steps=int(20 * x))
+    config.schedule = ScheduleConfig(kind='cosine' if x < 0.5 else 'linear', learning_rate=x)
+    config.ema_decay = config.loss.label_smoothing = x
+    config.regularization.dropout = config.regularization.stochastic_depth = x
+    config.optimizer.weight_decay = config.optimizer.head_weight_decay = x
+    config.optimizer.b1 = config.optimizer.b2 = config.optimizer.epsilon = x
+    config.optimizer.clip_norm = config.optimizer.layer_decay = x
+    config.optimizer.sharpness = Sam(rho=x, rho_min=x / 2, alpha=x)
+    config.optimizer.lr_multipliers = (('head/bias', x),)
+    for name in 'color_jitter', 'erasing', 'mixup', 'cutmix':
+        setattr(config.augmentation, name, x)
+    return config
+"""
+
+
+@pytest.mark.gate
+def test_a_start_with_other_values_compiles_nothing(tmp_path):
+    (tmp_path / 'config.py').write_text(FILE)
+    counts = []
+    for x in '0.4', '0.6':
+        command = ['tests.counted', str(tmp_path / 'cache'), 'vit_jax.train']
+        command += [f'--config={tmp_path}/config.py:{x}', f'--workdir={tmp_path}/{x}']
+        with hosts(tmp_path, command) as [host]:
+            assert host.wait() == 0, host.text
+            counts.append([*map(int, re.findall(r'compiled (\d+), loaded (\d+)', host.text)[-1])])
+    (compiled, loaded), other = counts
+    assert compiled > 0 and loaded == 0
+    assert other == [0, compiled]
+
+
+STUDY = """
+from tests import tiny
+from vit_jax.studies.config import Grid, Study
+
+def get_config():
+    rates = {str(rate): {'schedule.learning_rate': rate} for rate in (0.001, 0.01, 0.1)}
+    grids = {'all': Grid(axes={'rate': rates})}
+    return Study(title='Rates', base=tiny.experiment(), grids=grids, seeds=(0, 1, 2))
+"""
+
+
+@pytest.mark.gate
+def test_a_study_of_rates_and_seeds_compiles_one_step_and_one_evaluation(tmp_path):
+    (tmp_path / 'study.py').write_text(STUDY)
+    command = [sys.executable, '-m', 'vit_jax.study', f'--config={tmp_path}/study.py']
+    command.append(f'--workdir={tmp_path}/out')
+    env = environment() | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')}
+    text = subprocess.check_output(command, env=env, cwd=ROOT, timeout=600, text=True)
+    assert text.startswith('9 runs to train, with 1 training step and 1 evaluation to compile\n')
+    programs = [name.split('-')[0] for name in os.listdir(tmp_path / 'cache')]
+    assert programs.count('jit_update') == programs.count('jit_step') == 1
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        pytest.param(AUGMENTED, marks=pytest.mark.nightly),
+        pytest.param(REGULARIZED, marks=pytest.mark.gate),
+        pytest.param(ADAM, marks=pytest.mark.gate),
+        pytest.param(MASKED, marks=pytest.mark.nightly),
+    ],
+)
+def test_an_update_gives_the_same_with_values_that_are_constants_of_the_program(config):
+    experiment, state, update = tiny.compiled(config)
+    loader = experiment.batches.make_loader(experiment.train_reader)
+    batch = next(training_batches(loader, steps=range(1), batch_size=16, seed=0))
+    state = state._replace(step=state.step + 5)  # past the warmup
+    numbers = {name: x.item() for name, x in experiment.values.numbers.items()}
+    constants = experiment.values._replace(numbers=numbers)
+    kind = experiment.config.step_kinds[0]
+    same = jax.jit(lambda *inputs: experiment.functions.update(kind)(*inputs, constants))
+    expected = jax.tree.map(np.asarray, same(state, batch))
+    leaves = map(jax.tree.leaves, (update(state, batch), expected))
+    for found, one in zip(*leaves, strict=True):
+        np.testing.assert_allclose(found, one, rtol=1e-4, atol=1e-6)  # rounding

@@ -4,8 +4,8 @@
 
 A study has one or more grids of experiments, repeated with several seeds. Its incomplete runs train
 one after the other as with vit_jax.train, each in its own work directory,
-DIR/GRID/VALUE-VALUE-seedN. Runs that differ only in seed, learning rates and other values (see
-docs/studies.md) share their compiled programs.
+DIR/GRID/VALUE-VALUE-seedN. Runs that differ only in values, such as the seed or the learning rate,
+share their compiled programs.
 Run the same command again to resume a study that was stopped. Several hosts that share DIR can run
 it at the same time; each trains runs that no other host is training. If a run fails, the study
 reports it and continues with the next one. DIR/results.md has means and standard deviations over

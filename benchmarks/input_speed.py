@@ -300,7 +300,7 @@ def measure_with_model(
 
     def update(batch: Batch) -> int:
         nonlocal state
-        state, metrics = step(state, batch, experiment.values, None)
+        state, metrics = step(state, batch, experiment.values, None, math.inf)
         jax.block_until_ready(metrics)
         return batch_size
 

@@ -1,5 +1,6 @@
 """Builds the train step of `vit_jax.train` for a configuration, with random images."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ class Step(NamedTuple):
 
     experiment: Experiment
     lowered: Any
-    make_inputs: Callable[[], tuple[Any, ...]]  # state, batch, values, teacher or None; on devices
+    make_inputs: Callable[[], tuple[Any, ...]]  # state, batch, and other arguments; on the devices
 
 
 def make_config(model: ModelConfig, batch_size: int, **changes: Any) -> TrainConfig:
@@ -72,6 +73,6 @@ def trace_step(
         init = meshes.jit(experiment.functions.init, experiment.mesh, out_shardings=shardings)
         initial = jax.block_until_ready(init(experiment.values))
         placed = jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
-        return initial, placed, experiment.values, experiment.teacher
+        return initial, placed, experiment.values, experiment.teacher, math.inf
 
     return Step(experiment, lowered, make_inputs)

@@ -244,7 +244,7 @@ def test_each_field_has_a_row_in_one_table():
     for path in paths(TrainConfig):
         if is_below(path, (*ELSEWHERE, *FIXED)):
             continue
-        if is_below(path, (*values.VALUES, *values.COMBINED)):
+        if is_below(path, (*values.VALUES, *values.DERIVED)):
             assert path in [field for field, *_ in VALUES], f'{path}: add a row to VALUES'
         elif is_below(path, values.ON_HOST):
             assert is_below(path, [field for field, *_ in HOST]), f'{path}: add a row to HOST'
@@ -294,7 +294,7 @@ _BEFORE = {}
 
 
 def before(config):
-    """The programs of an experiment, computed once for all that are written alike."""
+    """The programs of an experiment, computed once per configuration."""
     name = repr(config)
     if name not in _BEFORE:
         _BEFORE[name] = programs(records.validated(config, where='config'))
@@ -312,7 +312,7 @@ def leaves(experiment):
 @pytest.mark.gate
 @pytest.mark.parametrize('field, value, config', VALUES, ids=name_of)
 def test_another_value_is_another_argument_of_the_same_programs(field, value, config):
-    assert is_below(field, (*values.VALUES, *values.COMBINED))
+    assert is_below(field, (*values.VALUES, *values.DERIVED))
     one, other = build_experiment(config), build_experiment(changed(config, field, value))
     assert other.functions is one.functions
     assert jax.tree.map(np.shape, other.values) == jax.tree.map(np.shape, one.values)
@@ -344,7 +344,7 @@ def test_another_structure_is_another_program(field, value, config):
 
 @pytest.mark.gate
 def test_the_same_structure_is_the_same_program():
-    """Of what is compared above: nothing in it is new each time."""
+    """Two builds of one configuration give equal programs: the tests above find real changes."""
     assert programs(base()) == programs(base())
     assert programs(changed(base(), 'optimizer.sharpness', Sam(rho=0.0))) == before(base())
 

@@ -95,7 +95,7 @@ def compiled(config: TrainConfig, devices=None):
 
 def _run_update(update, experiment, state, batch, teacher=None):
     teacher = experiment.teacher if teacher is None else teacher
-    return update(state, batch, experiment.values, teacher)
+    return update(state, batch, experiment.values, teacher, jnp.inf)
 
 
 def images(batch: int = 2, config: ViTConfig | None = None) -> jax.Array:

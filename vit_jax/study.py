@@ -3,7 +3,7 @@
     python -m vit_jax.study --config=configs/studies/pooling.py:small --workdir=DIR
 
 A study has one or more grids of experiments, repeated with several seeds. Its incomplete runs train
-one after the other as with vit_jax.train, each in its own work directory,
+one after the other, as vit_jax.train would, each in its own work directory,
 DIR/GRID/VALUE-VALUE-seedN. Runs that differ only in values, such as the seed or the learning rate,
 share their compiled programs.
 Run the same command again to resume a study that was stopped. Several hosts that share DIR can run
@@ -16,22 +16,23 @@ import argparse
 import contextlib
 import gc
 import importlib.util
-import multiprocessing
-import multiprocessing.connection
+import json
 import os
 import pathlib
 import re
 import shlex
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TextIO
 
 from vit_jax import train
 from vit_jax.base import UserError, atomic_write, make_folder, records, require, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.cli import app, output
-from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE, join_job
+from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE
 from vit_jax.experiment import workdirs
 from vit_jax.studies import planned_runs, results
 from vit_jax.studies.config import Study
@@ -87,6 +88,8 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
         print(planned_runs.describe_programs(left), flush=True)
     with _Trainer.open() as trainer:
         for number, run in enumerate(chosen, 1):
+            if trainer.received:
+                break
             if planned_runs.is_complete(folder, run):
                 continue
             label = f'{number} of {len(chosen)}  {run.name}'
@@ -99,87 +102,88 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
                 print(f'{label}  cannot start: {error}', flush=True)
                 continue
             print(f'{label}  starts', flush=True)
-            code = trainer.train(words)
-            if trainer.received:
-                return EXIT_INTERRUPTED if trainer.received[0] == signal.SIGINT else REQUEUE
-            if code in (EXIT_INTERRUPTED, REQUEUE):
-                return code
-            if code:
+            code = trainer.train([*words, '--distributed=off'])
+            if code and not trainer.received:
+                if code in (EXIT_INTERRUPTED, REQUEUE):
+                    return code
                 print(f'{label}  failed with exit code {code}', flush=True)
+        if trainer.received:
+            return EXIT_INTERRUPTED if trainer.received[0] == signal.SIGINT else REQUEUE
     return 0
 
 
 class _Trainer:
-    """A process that trains one run after the other, so that they share compiled programs.
+    """Trains runs one after the other in a process, so that they share compiled programs.
 
-    It forwards signals to the process, so that the run saves. The process has its own session, so
-    that Ctrl-C does not reach it a second time. If it ends, the next run starts another process.
+    It forwards signals to the process, which saves and exits. The process has its own session, so
+    that Ctrl-C does not reach it a second time. If it exits, the next run starts another one.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []  # signals
-        self._context = multiprocessing.get_context('spawn')
-        self._process: Any = None
-        self._connection: Any = None
+        self._process: subprocess.Popen[str] | None = None
+        self._codes: TextIO | None = None  # receives the exit codes of complete runs
 
     @classmethod
     @contextlib.contextmanager
     def open(cls) -> Iterator['_Trainer']:
-        """Yields a trainer, and ends its process."""
-        trainer = cls()
-        before = {number: signal.signal(number, trainer._pass_on) for number in _SIGNALS}
+        """Yields a trainer; ends its process on exit."""
+        trainer, before = cls(), {}
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                before[number] = signal.signal(number, trainer._forward)
         try:
             yield trainer
         finally:
-            if trainer._process is not None:
-                trainer._connection.close()
-                trainer._process.join()
+            trainer._end()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _pass_on(self, number: int, _: object) -> None:
-        self.received.append(number)
-        if self._process is not None:
-            os.kill(self._process.pid, number)
-
     def train(self, words: list[str]) -> int:
         """Trains with these arguments of vit_jax.train. Returns the exit code."""
-        if self._process is None:
-            self._connection, end = self._context.Pipe()
-            self._process = self._context.Process(target=_train_in_turn, args=(end,))
-            self._process.start()
-            end.close()
-        self._connection.send(words)
-        multiprocessing.connection.wait([self._connection, self._process.sentinel])
-        with contextlib.suppress(EOFError, ConnectionError):
-            return int(self._connection.recv())
-        self._process.join()
-        code, self._process = self._process.exitcode, None
-        return int(code)
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._start()
+        assert self._process is not None and self._process.stdin is not None and self._codes
+        with contextlib.suppress(BrokenPipeError):  # the process has exited
+            print(json.dumps(words), file=self._process.stdin, flush=True)
+        if code := self._codes.readline():
+            return int(code)
+        return self._process.wait()
+
+    def _start(self) -> None:
+        reading, writing = os.pipe()
+        command = sys.executable, '-c', f'from vit_jax import study; study.train_in_turn({writing})'
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[writing], start_new_session=True, text=True
+        )
+        os.close(writing)
+        self._codes = open(reading)
+
+    def _end(self) -> None:
+        if self._process is not None and self._codes is not None:
+            self._process.communicate()
+            self._codes.close()
+
+    def _forward(self, number: int, _: object) -> None:
+        self.received.append(number)
+        if self._process is not None:
+            self._process.send_signal(number)
 
 
-def _train_in_turn(connection: Any) -> None:
-    """Trains with each list of arguments that arrives, and sends back the exit code."""
-    os.setsid()
+def train_in_turn(descriptor: int) -> None:
+    """Trains with each list of arguments on stdin; writes the exit codes to the descriptor."""
     output.set_up()
-    is_first = True
-    while True:
-        try:
-            words = connection.recv()
-        except EOFError:  # there are no more runs
-            return
-        received, arguments = time.time(), train.make_parser().parse_args(words)
-        with join_job(app.parse_launch(arguments), app.report) as job:
-            job.started = job.started if is_first else received
-            app.prepare_devices(processes=job.count)
-            code = train.main(arguments, job)
-        signal.set_wakeup_fd(-1)
+    started = None  # the first run includes the imports in its time
+    for line in sys.stdin:
+        code = app.run_with_job(train.main, train.make_parser(), json.loads(line), started)
+        os.close(signal.set_wakeup_fd(-1))
         for number in _SIGNALS:  # between two runs, there is nothing to save
             signal.signal(number, signal.SIG_DFL)
-        print(end='', flush=True)
         gc.collect()  # so that the arrays of this run leave the devices
-        is_first = False
-        connection.send(code)
+        print(end='', flush=True)
+        os.write(descriptor, f'{code}\n'.encode())
+        started = time.time()
 
 
 def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun]) -> None:

@@ -68,7 +68,7 @@ def test_the_first_kind_of_step_has_the_longest_sequence():
         regularization=Regularization(patch_dropout=rate), patch_dropout_until=Duration(steps=5)
     )
     built = build_experiment(config)
-    kinds, length = [*built.updates], built.length
+    kinds, length = built.config.step_kinds, built.length
     assert len(set(kinds)) == 6 and kinds[0] == (2, 0.0)
     used = {config.step_kind(step, length) for step in range(10)}
     assert used <= {*kinds}

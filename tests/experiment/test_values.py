@@ -13,6 +13,9 @@ from tests import tiny
 from tests.hosts import ROOT, environment, hosts
 from tests.test_fields import ADAM, AUGMENTED, MASKED, REGULARIZED
 from vit_jax.data.loading import training_batches
+from vit_jax.experiment import training_run
+from vit_jax.experiment.build import build_experiment
+from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 FILE = """
 import dataclasses
@@ -58,6 +61,39 @@ def test_a_start_with_other_values_compiles_nothing(tmp_path):
     (compiled, loaded), other = counts
     assert compiled > 0 and loaded == 0
     assert other == [0, compiled]
+
+
+@pytest.mark.gate
+def test_a_run_with_other_values_compiles_nothing_in_the_same_process(tmp_path):
+    requests = []
+    jax.monitoring.register_event_listener(lambda event, **_: requests.append(event))
+    for seed in 0, 1:
+        config = tiny.experiment(seed=seed, schedule=ScheduleConfig(learning_rate=0.1 + seed))
+        training_run.train(config, str(tmp_path / f'{seed}'))
+        compiled = [event for event in requests if 'compile_requests' in event]
+        requests.clear()
+    assert not compiled
+
+
+def test_functions_of_the_user_are_traced_anew():
+    """What they do may have changed, for example in a notebook."""
+
+    def loss(logits, targets):
+        return -(targets * logits).sum(axis=-1)
+
+    one, other = (build_experiment(tiny.experiment(loss=loss)) for _ in range(2))
+    assert one.functions is not other.functions
+
+
+def test_parameters_that_are_frozen_by_rounding_have_functions_of_their_own():
+    """1e-50 is 0 in float32."""
+    one, other = (
+        build_experiment(
+            tiny.experiment(optimizer=OptimizerConfig(lr_multipliers=(('head/.*', x),)))
+        )
+        for x in (0.5, 1e-50)
+    )
+    assert one.functions is not other.functions
 
 
 STUDY = """

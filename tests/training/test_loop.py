@@ -26,7 +26,7 @@ def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipp
         if event == interrupt:
             raise Interrupted
 
-    def update(state, batch):
+    def update(state, batch, limit):
         events.append(f'update {state.step}')
         step = int(state.step)
         scalars = {

@@ -123,7 +123,7 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
         return BatchSums({'loss': total}, jnp.ones((), jnp.int32), {})
 
     update = jax.jit(
-        make_update(loss_sums, optimizer, lambda step: jnp.asarray(0.1), ema_decay=0.75)
+        make_update(loss_sums, optimizer, lambda step: jnp.asarray(0.1), ema_rate=0.25)
     )
     params = {'w': jnp.ones(3)}
     state = TrainState.initial(params, optimizer, with_ema=True)

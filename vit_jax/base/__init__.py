@@ -13,5 +13,5 @@ from vit_jax.base.array_types import (
     UInt8,
 )
 from vit_jax.base.errors import MissingFile, StorageError, UserError, plural, raise_all
-from vit_jax.base.records import Record, require, require_between, require_pattern
+from vit_jax.base.records import Record, is_off, require, require_between, require_pattern
 from vit_jax.base.storage import Path, atomic_write, make_folder, sync, usable, write_json

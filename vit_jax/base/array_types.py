@@ -6,6 +6,6 @@ from jaxtyping import Array, Bool, Float, Int, Key, Num, UInt8
 
 Params = dict[str, Any]
 Batch = dict[str, Any]
-Scalar = float | Float[Array, '']  # a number, which may be the argument of a program
+Scalar = float | Float[Array, '']  # a Python number, or a scalar that may be traced
 
 __all__ = ['Array', 'Batch', 'Bool', 'Float', 'Int', 'Key', 'Num', 'Params', 'Scalar', 'UInt8']

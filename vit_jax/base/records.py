@@ -91,7 +91,7 @@ def require_between(record: Any, *names: str, **bounds: float) -> None:
 
 
 def is_off(number: Any) -> bool:
-    """Returns whether a number is 0 or None, so that its operation is left out.
+    """Returns whether a number is 0 or None. Its operation is then left out.
 
     A traced number (see `replaced`) is never off.
     """
@@ -217,11 +217,13 @@ def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
 
 
 def replaced(record: R, values: Mapping[str, Any]) -> R:
-    """Returns a copy with new values of some fields by path, which are not checked.
+    """Returns a copy of a record and of all records in it, with new values by path.
 
-    The values can be numbers that jax traces, which are arguments of a program.
+    The values are not checked. They can be numbers that jax traces: arguments of a program.
     """
     new = copy.copy(record)
+    for name, value in vars(record).items():
+        vars(new)[name] = replaced(value, {}) if isinstance(value, Record) else value
     for path, value in values.items():
         name, _, rest = path.partition('.')
         setattr(new, name, replaced(getattr(new, name), {rest: value}) if rest else value)

@@ -6,6 +6,7 @@ A program is a file in vit_jax/ with the functions `make_parser` and `main`. Its
 
 import argparse
 import dataclasses
+import functools
 import os
 import re
 import sys
@@ -73,12 +74,35 @@ def run_job(
 ) -> NoReturn:
     """Runs a program like `run`, in one or several processes (see `add_launch_flags`)."""
 
-    def start(arguments: argparse.Namespace) -> int:
-        with join_job(parse_launch(arguments), report) as job:
-            prepare_devices(processes=job.count)
-            return main(arguments, job)
+    run(functools.partial(_join_and_run, main), parser, on_devices=False)
 
-    run(start, parser, on_devices=False)
+
+def run_with_job(
+    main: Callable[[argparse.Namespace, Job], int],
+    parser: argparse.ArgumentParser,
+    words: Sequence[str],
+    started: float | None,
+) -> int:
+    """Runs a program like `run_job`, but returns the exit code if it can.
+
+    `started` is the time since 1970 at which the program started; None: that of the process.
+    """
+    try:
+        arguments = parser.parse_args(words)
+    except UserError as error:
+        return report(error)
+    return _join_and_run(main, arguments, started)
+
+
+def _join_and_run(
+    main: Callable[[argparse.Namespace, Job], int],
+    arguments: argparse.Namespace,
+    started: float | None = None,
+) -> int:
+    with join_job(parse_launch(arguments), report) as job:
+        job.started = started or job.started
+        prepare_devices(processes=job.count)
+        return main(arguments, job)
 
 
 def report(error: BaseException) -> int:

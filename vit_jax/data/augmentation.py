@@ -28,8 +28,18 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base import Array, Batch, Float, Int, Key, Record, Scalar, UInt8, require_between
-from vit_jax.base.records import is_off
+from vit_jax.base import (
+    Array,
+    Batch,
+    Float,
+    Int,
+    Key,
+    Record,
+    Scalar,
+    UInt8,
+    is_off,
+    require_between,
+)
 from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing, Size
 from vit_jax.data.three_augment import apply_color_jitter, apply_three_augment
 

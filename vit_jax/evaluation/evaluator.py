@@ -100,7 +100,7 @@ class Evaluator:
 
     step: Any  # an `EvalStep`, jitted or compiled
     batches: BatchMaker
-    arguments: tuple[Any, ...] = ()  # on the devices or abstract
+    arguments: tuple[Any, ...] = ()  # further arguments of `step`, on the devices or abstract
 
     def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
         """Returns the evaluator compiled for abstract parameters and the batches of a reader."""
@@ -174,10 +174,10 @@ def make_evaluator(
         returns.
       batches: Makes the batches.
     """
-    return evaluator_of(meshes.with_mesh(batches.mesh, as_step(function)), batches)
+    return make_step_evaluator(meshes.with_mesh(batches.mesh, as_step(function)), batches)
 
 
-def evaluator_of(step: EvalStep, batches: BatchMaker, *arguments: Any) -> Evaluator:
+def make_step_evaluator(step: EvalStep, batches: BatchMaker, *arguments: Any) -> Evaluator:
     """Makes an evaluator from a step, which is traced with the mesh (see `with_mesh`).
 
     Results are replicated on all devices. `arguments` are trees of arrays on the devices.

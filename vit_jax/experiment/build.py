@@ -5,6 +5,7 @@ The functions below `build_experiment` are the steps that it calls.
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from vit_jax.data.loading import ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes, sharding_rules
-from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, evaluator_of
+from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_step_evaluator
 from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
 from vit_jax.experiment.functions import (
     Functions,
@@ -75,13 +76,16 @@ class Experiment(NamedTuple):
 
     @property
     def resolved_choices(self) -> dict[str, Any]:
-        """Checkpoints and compute options as JSON values, to compare them between hosts.
+        """Checkpoints, values and compute options as JSON, to compare them between hosts.
 
         They are resolved on each host, so they could differ although the configuration is equal.
         """
         origin = list(self.start_from.origin) if self.start_from else []
-        teacher = self.config.distillation.digest
-        return {'origin': origin, 'teacher': teacher, 'compute': records.to_dict(self.compute)}
+        teacher, digest = self.config.distillation.digest, hashlib.sha256()
+        for leaf in jax.tree.leaves(self.values):  # hosts could round differently
+            digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
+        choices = {'origin': origin, 'teacher': teacher, 'values': digest.hexdigest()}
+        return choices | {'compute': records.to_dict(self.compute)}
 
     def export_config(self) -> dict[str, Any]:
         """Returns the configuration as JSON values for the work directory.
@@ -159,7 +163,7 @@ def build_experiment(
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
     structure = Structure(
-        config=config,
+        config=remove_values(config),
         model=model_config,
         compute=dataclasses.replace(compute, attention=config.compute.attention),
         mesh=mesh,
@@ -175,7 +179,6 @@ def build_experiment(
     check_optimizer(optimizer, groups, params, with_ema=config.ema_decay is not None)
     _check_kinds(config, structure, length)
     model = structure.build_model(None, config.regularization)
-    structure = structure._replace(config=remove_values(config))
     functions = make_functions(structure, groups)
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
     teacher = None
@@ -184,7 +187,7 @@ def build_experiment(
     replicated = jax.tree.map(lambda _: meshes.replicated(mesh), values)
     values = (sharding_rules.abstract_arrays if planned else meshes.put)(values, replicated)
     evaluator_at = functools.cache(
-        lambda patch_size: evaluator_of(functions.evaluate(patch_size), batches, values)
+        lambda patch_size: make_step_evaluator(functions.evaluate(patch_size), batches, values)
     )
     return Experiment(
         config=config,

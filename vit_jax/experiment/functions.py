@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -22,7 +23,7 @@ from vit_jax.distributed import meshes
 from vit_jax.evaluation import evaluator
 from vit_jax.evaluation.evaluator import EvalStep
 from vit_jax.evaluation.features import make_feature_sums
-from vit_jax.experiment.values import Values, insert_values, make_key
+from vit_jax.experiment.values import Values, contains_function, insert_values
 from vit_jax.models import (
     Compute,
     Model,
@@ -79,11 +80,6 @@ class Structure(NamedTuple):
         scale = functools.partial(normalize, preprocessing=preprocessing)
         return distillation.Teacher(model, scale)
 
-    @property
-    def key(self) -> Hashable:
-        """Equal for structures with the same functions."""
-        return make_key(tuple(self))
-
 
 class Functions:
     """The functions of a structure, which are traced with its mesh (see `with_mesh`).
@@ -98,8 +94,9 @@ class Functions:
     def __init__(self, structure: Structure, groups: ParamGroups):
         on_mesh = functools.partial(meshes.with_mesh, structure.mesh)
         init = make_init(structure, groups)
-        self.init = on_mesh(init)
-        self.init_params = on_mesh(lambda values: init(values).params)
+
+        def init_params(values: Values) -> Params:
+            return init(values).params
 
         @functools.cache
         def update(kind: StepKind) -> Update:
@@ -114,22 +111,29 @@ class Functions:
             sums = make_feature_sums(structure.build_model(), structure.preprocessing)
             return on_mesh(evaluator.as_step(sums))
 
+        self.init, self.init_params = on_mesh(init), on_mesh(init_params)
         self.update, self.evaluate, self.features = update, evaluate, features
 
 
-_FUNCTIONS: dict[Hashable, Functions] = {}  # of the newest structures, by key
-_MAX_STRUCTURES = 32
+_FUNCTIONS: dict[Hashable, Functions] = {}  # of the newest structures
+_MAX_STRUCTURES = 32  # more than most studies have; each keeps its compiled programs in memory
 
 
 def make_functions(structure: Structure, groups: ParamGroups) -> Functions:
     """Returns the functions of a structure; the same objects as before for an equal structure.
 
-    jax compiles the same function only once in a process.
+    jax compiles the same function only once in a process. Structures with functions of the user,
+    which may change, get new objects.
     """
-    functions = _FUNCTIONS.pop(structure.key, None) or Functions(structure, groups)
-    _FUNCTIONS[structure.key] = functions
+    if contains_function((structure.config, structure.model)):
+        return Functions(structure, groups)
+    trained = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(groups.trained)]
+    text = ' '.join(repr(part) for part in structure if part is not structure.mesh)
+    key = structure.mesh, text, tuple(trained)
+    functions = _FUNCTIONS.pop(key, None) or Functions(structure, groups)
+    _FUNCTIONS[key] = functions
     if len(_FUNCTIONS) > _MAX_STRUCTURES:
-        del _FUNCTIONS[next(iter(_FUNCTIONS))]
+        del _FUNCTIONS[next(iter(_FUNCTIONS))]  # the oldest one
     return functions
 
 
@@ -188,7 +192,7 @@ def make_update(structure: Structure, groups: ParamGroups, kind: StepKind) -> Up
             stop_frozen_gradients=groups.stop_frozen_gradients,
             seed=config.seed,
             accumulation_steps=config.accumulation_steps,
-            ema_decay=config.ema_decay,
+            ema_rate=values.ema_rate,
             sharpen=make_sharpener(config.optimizer.sharpness, look_up(values.radii)),
         )
         return step(state, batch, teacher, loss_limit)

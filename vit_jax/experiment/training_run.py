@@ -24,8 +24,8 @@ from vit_jax.evaluation import probing
 from vit_jax.evaluation.evaluator import (
     Evaluator,
     Selection,
-    evaluator_of,
     find_eval_interval,
+    make_step_evaluator,
     summarize_evals,
 )
 from vit_jax.evaluation.features import make_feature_function
@@ -201,7 +201,7 @@ def compile_programs(experiment: Experiment, console: Console) -> Programs:
     params, readers = state.eval_params, experiment.eval_readers
     evaluators = {x: one.compile(params, readers[x]) for x, one in experiment.evaluators.items()}
     if experiment.probes is not None:
-        features = evaluator_of(experiment.functions.features(), experiment.batches)
+        features = make_step_evaluator(experiment.functions.features(), experiment.batches)
         evaluators['fewshot'] = features.compile(params, experiment.probes.example)
     return Programs(state, updates, evaluators)
 
@@ -227,9 +227,8 @@ def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | Non
     out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
     update = experiment.functions.update(kind or experiment.config.step_kinds[0])
     step = meshes.jit(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
-    limit = () if experiment.config.spike_deviations is None else (0.0,)
     batch = batches.abstract(experiment.train_reader)
-    return step.lower(state, batch, experiment.values, experiment.teacher, *limit)
+    return step.lower(state, batch, experiment.values, experiment.teacher, 0.0)
 
 
 def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
@@ -305,7 +304,7 @@ def make_linear_probe_head(
     All processes get it from process 0.
     """
     batches = make_eval_batches(experiment.config, experiment.mesh)  # with its own cache of images
-    features = evaluator_of(experiment.functions.features(), batches)
+    features = make_step_evaluator(experiment.functions.features(), batches)
     reader = dataclasses.replace(experiment.train_reader, crop=experiment.preprocessing.crop)
     features_of = make_feature_function(features, params, job.tick_each)
     head, line = probing.fit_head(features_of, reader)
@@ -380,8 +379,8 @@ class TrainingRun:
         watched = loop.profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
         with contextlib.closing(watched):
             return loop.fit(
-                lambda state, batch, *limit: next(updates)(
-                    state, batch, experiment.values, experiment.teacher, *limit
+                lambda state, batch, limit: next(updates)(
+                    state, batch, experiment.values, experiment.teacher, limit
                 ),
                 state,
                 watched,

@@ -3,13 +3,12 @@
 Values are numbers that the compiled programs take as arguments. Runs that differ only in values
 share their programs. A field is one of three things:
 
-- A value, if it is in `VALUES` or `COMBINED`. A value that is 0 or None is structure, because then
-  its operation is left out.
-- On the host, if it is in `ON_HOST`. No program depends on it.
+- A value, if it is in `VALUES` or `DERIVED`. A field of `VALUES` that is 0 or None is structure:
+  the program leaves out its operation.
+- On the host, if it is in `ON_HOST`. The compiled functions do not read it.
 - Structure otherwise. Another value of the field is another program.
 """
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +16,11 @@ import numpy as np
 from vit_jax.base import Record, records
 from vit_jax.config import TrainConfig
 from vit_jax.training.duration import TrainLength
-from vit_jax.training.optimizer import make_schedule, tabulate
+from vit_jax.training.optimizer import OPTIONS, make_schedule, tabulate
 from vit_jax.training.param_groups import ParamGroups
 from vit_jax.training.sharpness import make_radius
 
-# Fields whose numbers are in `Values.numbers`.
+# Fields whose numbers are in `Values`.
 VALUES = (
     'seed',
     'ema_decay',
@@ -32,12 +31,12 @@ VALUES = (
     *(f'objective.{name}' for name in ('masked', 'replaced')),
     *(f'optimizer.{name}' for name in ('weight_decay', 'head_weight_decay', 'clip_norm')),
     *(f'optimizer.{name}' for name in ('b1', 'b2', 'epsilon', 'momentum')),
-    'optimizer.sharpness.alpha',
+    *(f'optimizer.sharpness.{name}' for name in ('rho', 'alpha')),
 )
-# Fields from which the other arrays of `Values` are computed.
-_RADIUS = 'optimizer.sharpness.rho', 'optimizer.sharpness.rho_min'
-COMBINED = 'schedule', 'total', *_RADIUS, 'optimizer.layer_decay', 'optimizer.lr_multipliers'
-# Fields that no program depends on. They select and read images, control the loop, or measure.
+# Fields from which the arrays of `Values` are computed. They have no structure of their own.
+_FACTORS = 'optimizer.layer_decay', 'optimizer.lr_multipliers'
+DERIVED = 'schedule', 'total', 'optimizer.sharpness.rho_min', *_FACTORS
+# Fields that select and read images, control the loop, or measure.
 _DATA = 'data', 'train_split', 'eval_split', 'held_out', 'classes', 'loader', 'augmentation.crop'
 _READ = 'preprocessing.crop', 'preprocessing.exif_rotation'
 _START = 'start_from', 'reuse_head', 'init_head', 'hints'
@@ -58,16 +57,26 @@ class Values(NamedTuple):
     learning_rates: Any  # of each step (see `tabulate`)
     radii: Any | None  # norm of SAM's perturbation at each step; None: no SAM
     lr_factors: Any | None  # see `ParamGroups`
+    ema_rate: Any | None  # 1 - `ema_decay`, which float32 cannot compute accurately
 
 
 def make_values(config: TrainConfig, length: TrainLength, groups: ParamGroups) -> Values:
-    """Returns the values of a checked configuration, on the host."""
+    """Returns the values of a checked configuration, on the host.
+
+    Raises UserError if the training is too long, or `rho_min` has no effect.
+    """
     schedule, steps = make_schedule(config.schedule, length), length.total_steps
     radii, sam = None, config.optimizer.sharpness
     if sam is not None and sam.rho > 0:
         radius = make_radius(sam, schedule, peak=config.schedule.learning_rate, total_steps=steps)
         radii = tabulate(radius, steps)
-    return Values(_find_numbers(config), tabulate(schedule, steps), radii, groups.lr_factors)
+    return Values(
+        numbers=_find_numbers(config),
+        learning_rates=tabulate(schedule, steps),
+        radii=radii,
+        lr_factors=groups.lr_factors,
+        ema_rate=None if config.ema_decay is None else np.float32(1 - config.ema_decay),
+    )
 
 
 def insert_values(structure: TrainConfig, values: Values) -> TrainConfig:
@@ -78,13 +87,10 @@ def insert_values(structure: TrainConfig, values: Values) -> TrainConfig:
 def remove_values(config: TrainConfig) -> TrainConfig:
     """Returns the structure: a copy in which `ARGUMENT` replaces values and fields on the host.
 
-    Arithmetic with `ARGUMENT` fails, so no program can contain a value by mistake.
+    Arithmetic with `ARGUMENT` fails, so a program does not contain a value by mistake.
     """
-    blank = dict.fromkeys(_find_numbers(config), ARGUMENT)
-    for path in (*COMBINED, *ON_HOST):
-        record, name = _find(config, path)
-        if record and (path in ON_HOST or not records.is_off(getattr(record, name))):
-            blank[path] = ARGUMENT
+    paths = [path for path in (*DERIVED, *ON_HOST) if _find(config, path)[0] is not None]
+    blank: dict[str, Any] = dict.fromkeys([*_find_numbers(config), *paths], ARGUMENT)
     zeros = [pattern for pattern, factor in config.optimizer.lr_multipliers if factor == 0]
     frozen = *config.optimizer.frozen, *zeros
     return records.replaced(config, blank | {'optimizer.frozen': frozen})
@@ -93,10 +99,17 @@ def remove_values(config: TrainConfig) -> TrainConfig:
 def _find_numbers(config: TrainConfig) -> dict[str, Any]:
     """Returns the numbers of `VALUES` that are not off, by path."""
     numbers: dict[str, Any] = {}
+    kind = config.optimizer.kind
+    defaults = OPTIONS[kind] if isinstance(kind, str) else {}
     for path in VALUES:
         record, name = _find(config, path)
         is_taught = config.distillation.teacher is not None or record is not config.distillation
-        if record and is_taught and not records.is_off(number := getattr(record, name)):
+        if record is None or not is_taught:
+            continue
+        number = getattr(record, name)
+        if record is config.optimizer and number is None:
+            number = defaults.get(name)
+        if not records.is_off(number):
             numbers[path] = np.float32(number)
     return numbers | {'seed': np.uint32(config.seed)}  # 0 is a seed like others
 
@@ -115,27 +128,12 @@ def _find(config: TrainConfig, path: str) -> tuple[Record | None, str]:
     return record, name
 
 
-def make_key(structure: Any) -> Hashable:
-    """Returns a key of records, tuples and dicts, which is equal for equal structures.
-
-    Functions are equal only if they are the same object.
-    """
-    if isinstance(structure, Record):
-        return type(structure), *(make_key(each) for each in vars(structure).values())
-    if isinstance(structure, dict):
-        return tuple((name, make_key(each)) for name, each in structure.items())
-    if isinstance(structure, tuple):
-        return tuple(map(make_key, structure))
-    return _Same(structure) if callable(structure) else structure
-
-
-class _Same(NamedTuple):
-    """A function, compared by identity."""
-
-    function: Any
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Same) and self.function is other.function
-
-    def __hash__(self) -> int:
-        return id(self.function)
+def contains_function(value: Any) -> bool:
+    """Returns whether a value is a function, or a record, tuple or dict that contains one."""
+    if isinstance(value, Record):
+        return contains_function(tuple(vars(value).values()))
+    if isinstance(value, dict):
+        return contains_function(tuple(value.values()))
+    if isinstance(value, tuple):
+        return any(map(contains_function, value))
+    return callable(value)

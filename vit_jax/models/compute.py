@@ -6,8 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base import Record, require, require_between
-from vit_jax.base.records import is_off
+from vit_jax.base import Record, is_off, require, require_between
 from vit_jax.models.attention import LONG_SEQUENCE, SAVED, Implementation, supports_cudnn
 from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.positions import RELATIVE

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Int, Key, Params, Scalar, UserError, require
-from vit_jax.base.records import is_off
+from vit_jax.base import Array, Bool, Float, Int, Key, Params, Scalar, UserError, is_off, require
 from vit_jax.models import activation_sharding, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, apply_remat
@@ -111,7 +110,7 @@ class PatchEmbedding(ViTModule):
 
 
 class Dropout(nn.Module):
-    """Sets features to zero with a probability that, unlike in `nn.Dropout`, may be traced."""
+    """Dropout as in `nn.Dropout`, whose rate may also be traced."""
 
     rate: Scalar
 

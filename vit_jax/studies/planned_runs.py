@@ -14,7 +14,7 @@ from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import FREE, TrainConfig, differing, write_config
 from vit_jax.evaluation.evaluator import lower_is_better
 from vit_jax.experiment import reporter, workdirs
-from vit_jax.experiment.values import make_key, remove_values
+from vit_jax.experiment.values import remove_values
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
 
@@ -82,7 +82,7 @@ def _check_measures(grid: Grid, run: PlannedRun) -> None:
 
 
 def describe_programs(runs: Sequence[PlannedRun]) -> str:
-    """Says how many training steps and evaluations these runs compile at most."""
+    """Returns a line with the number of runs and of the programs that they need."""
     steps, evaluations = set[Hashable](), set[Hashable]()
     for run in runs:
         config, structure = run.config, _structure_key(run)
@@ -90,16 +90,18 @@ def describe_programs(runs: Sequence[PlannedRun]) -> str:
         for one in config.evaluations.values():
             batch = one.data or config.data, one.labels, config.eval_batch_size or config.batch_size
             evaluations.add((structure, one.patch_size, batch))
+        if config.fewshot is not None:
+            evaluations.add((structure, 'few-shot'))
     programs = f'{plural(len(steps), "training step")} and {plural(len(evaluations), "evaluation")}'
     return f'{plural(len(runs), "run")} to train, with {programs} to compile'
 
 
 def _structure_key(run: PlannedRun) -> Hashable:
     """Returns a key of what the programs of a run depend on. The data determine the classes."""
-    config = run.config
-    parent = None if run.parent is None else _structure_key(run.parent)
-    start = parent or config.start_from
-    return make_key((remove_values(config), config.data, config.classes, start))
+    config, optimizer = run.config, run.config.optimizer
+    start = config.start_from if run.parent is None else _structure_key(run.parent)
+    has_factors = optimizer.layer_decay is not None or len(optimizer.lr_multipliers) > 0
+    return repr(remove_values(config)), repr(config.data), config.classes, start, has_factors
 
 
 def read_last_step(folder: Path, run: PlannedRun) -> int | None:

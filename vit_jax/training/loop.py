@@ -95,17 +95,17 @@ class Clock:
         self._since = now
 
 
-def limit_loss(losses: Sequence[float], *, deviations: float | None) -> tuple[float, ...]:
-    """Returns (limit,): the mean of recent losses plus `deviations` standard deviations.
+def limit_loss(losses: Sequence[float], *, deviations: float | None) -> float:
+    """Returns the mean of recent losses plus `deviations` standard deviations.
 
-    A step with a higher loss is a spike. The limit is infinite until half of the window is filled.
-    Returns () if `deviations` is None.
+    A step with a higher loss is a spike. The limit is infinite until half of the window is filled,
+    and if `deviations` is None.
     """
     if deviations is None:
-        return ()
+        return inf
     finite = [loss for loss in losses[-LOSS_WINDOW:] if isfinite(loss)]
     is_filled = len(finite) >= LOSS_WINDOW // 2
-    return (fmean(finite) + deviations * stdev(finite) if is_filled else inf,)
+    return fmean(finite) + deviations * stdev(finite) if is_filled else inf
 
 
 def require_progress(step: int, metrics: StepMetrics, skipped: int, max_skipped: int) -> None:
@@ -136,7 +136,7 @@ def fit(
     Metrics of a step are read while the next one runs, so that the device rarely waits for them.
 
     Args:
-      update: The function that `make_update` returns, compiled or not.
+      update: Maps (state, batch, loss limit) to (state, metrics); see `make_update`.
       state: The state before the first of `steps`.
       batches: Yields a batch per step.
       steps: Numbers of the steps to run.
@@ -145,7 +145,7 @@ def fit(
       actions: Actions that evaluate or save the state, or end the training.
       clock: Measures `step` and `data wait`.
       max_skipped_steps: Number of skipped updates in a row that end the training.
-      spike_deviations: If given, `update` also gets the limit of `limit_loss` for each step.
+      spike_deviations: Sets the loss limit of each step (see `limit_loss`); None: no limit.
       losses: Losses of the steps before `steps`; newer ones are appended.
 
     Raises:
@@ -179,7 +179,7 @@ def fit(
             with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
                 # The newest loss is not used: it is known only directly after an action or restart.
                 limit = limit_loss(losses if pending else losses[:-1], deviations=spike_deviations)
-                state, metrics = update(state, batch, *limit)
+                state, metrics = update(state, batch, limit)
                 read_pending()
                 pending = step + 1, metrics
             if any(action.is_due(step + 1, steps.stop) for action in actions):

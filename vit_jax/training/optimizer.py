@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, float]] = {
 # Options of all named kinds. They do not apply to an optimizer that is a function.
 _OF_ALL_KINDS = 'weight_decay', 'head_weight_decay', 'decay_pattern', 'moment_dtype'
 _LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
-_TABLE = 2**20  # steps; longer trainings have tables of a multiple of this
+_TABLE, _MOST_STEPS = 2**20, 2**24 - 1  # steps
 
 
 def _steps(count: int) -> Any:
@@ -79,7 +79,8 @@ class OptimizerConfig(ParamGroupsConfig):
     values are b1=0.9, b2=0.999, epsilon=1e-8 (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
 
     A function f(schedule) returns an optax optimizer, which replaces moments, weight decay and
-    learning rate. `clip_norm`, frozen parameters and learning rate factors still apply.
+    learning rate. Its rates are arguments of the compiled step: schedule(step) has no known number
+    in f. `clip_norm`, frozen parameters and learning rate factors still apply.
     """
 
     # Fields of param groups are inherited, so that flags are short, such as optimizer.weight_decay.
@@ -148,9 +149,14 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Callable[[Any]
 def tabulate(function: Callable[[Any], Any], total_steps: int) -> Float[np.ndarray, 'n']:
     """Tabulates a function of the step, for `look_up`.
 
-    The number of entries hardly depends on the length of the training, so that runs of different
-    lengths have the same program.
+    The length of the table is a multiple of 2**20, so that all runs of up to a million steps have
+    the same program.
+
+    Raises:
+      UserError: If the training is longer than 2**24 steps, whose table has 64 MiB.
     """
+    wrong = f'config.total: {total_steps:,} steps; expected at most {_MOST_STEPS:,}'
+    records.require(total_steps <= _MOST_STEPS, wrong)
     entries = -(-(total_steps + 1) // _TABLE) * _TABLE
     values = np.asarray(function(np.arange(total_steps + 1)), np.float32)
     return np.pad(values, (0, entries - len(values)), mode='edge')
@@ -158,7 +164,7 @@ def tabulate(function: Callable[[Any], Any], total_steps: int) -> Float[np.ndarr
 
 def look_up(table: Any) -> optax.Schedule:
     """Returns the function of the step that a table of `tabulate` contains."""
-    return lambda step: jnp.take(table, step, mode='clip')
+    return lambda step: jnp.take(table, jnp.asarray(step, jnp.int32), mode='clip')
 
 
 def make_optimizer(
@@ -194,7 +200,11 @@ def make_optimizer(
 def _make_core(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Makes the moments of a named kind, or the whole optimizer of a function."""
     if not isinstance(config.kind, str):
-        made = config.kind(schedule)
+        try:
+            made = config.kind(schedule)
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+            wrong = 'config.optimizer.kind: the function needs the number schedule(step), which is'
+            raise UserError(f'{wrong} an argument of the step; pass schedule to optax') from error
         wrong = f'config.optimizer.kind: the function returned {made}; expected an optax optimizer'
         records.require(isinstance(made, optax.GradientTransformation), wrong)
         return made

@@ -17,7 +17,7 @@ from vit_jax.training.losses import BatchSums
 Gradient = tuple[Params, BatchSums]  # gradient of the summed loss, and the sums
 # Maps (parameters, batch, dropout key) to a gradient.
 GradientFunction = Callable[[Params, Batch, Key[Array, '']], Gradient]
-# Norms of SAM's perturbation at the given steps.
+# Maps steps to norms of SAM's perturbation.
 Radius = Callable[[Any], Any]
 # Maps (gradient function, step) to the gradient function of SAM or GSAM.
 Sharpener = Callable[[GradientFunction, Int[Array, '']], GradientFunction]

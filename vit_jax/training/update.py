@@ -128,7 +128,7 @@ def make_update(
     stop_frozen_gradients: Callable[[Params], Params] = lambda params: params,
     seed: int | Array = 0,
     accumulation_steps: int = 1,
-    ema_decay: Scalar | None = None,
+    ema_rate: Scalar | None = None,
     sharpen: Sharpener | None = None,
 ) -> Callable[..., tuple[TrainState, StepMetrics]]:
     """Makes the update: one optimizer step on the mean loss over the unmasked examples.
@@ -148,7 +148,7 @@ def make_update(
       accumulation_steps: Number of parts of the batch. Their gradients are summed one after the
         other, with activations of one part in memory. The result does not depend on this number,
         except for dropout and rounding.
-      ema_decay: Decay of the moving average of parameters per step; None: no average.
+      ema_rate: 1 - decay of the moving average of parameters; None: no average.
       sharpen: Replaces the gradient by SAM's (see `make_sharpener`); None: plain gradient. Loss and
         metrics are from the first pass; `gradient_norm` is the norm of SAM's gradient.
 
@@ -179,8 +179,8 @@ def make_update(
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         average = schedule_free_average(opt_state, params)
-        if ema_decay is not None:
-            average = optax.incremental_update(params, state.ema_params, 1 - ema_decay)
+        if ema_rate is not None:
+            average = optax.incremental_update(params, state.ema_params, ema_rate)
         # Selecting the state here lets XLA reuse the old memory. optax.apply_if_finite does
         # not check the loss or select the average, and it applies the last of many bad updates.
         is_used = jnp.isfinite(loss) & jnp.isfinite(gradient_norm) & (loss <= loss_limit)

@@ -362,14 +362,16 @@ def _keep_on_device(
     examples = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
     stored = put(examples, dict.fromkeys(examples, NamedSharding(sharding.mesh, PartitionSpec())))
 
-    @jax.jit
-    def gather(stored: Batch, refs: Batch) -> Batch:
-        batch = jax.tree.map(lambda array: array[refs['example']], stored)
-        refs = refs | {'mask': batch['mask'] & refs['mask']}
-        return jax.lax.with_sharding_constraint(batch | refs, sharding)
-
-    place = functools.partial(gather, stored)
+    place = functools.partial(_gather, sharding, stored)
     return Loader(reader.source, _describe_examples, place, sharding, config)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gather(sharding: NamedSharding, stored: Batch, refs: Batch) -> Batch:
+    """Gathers a batch from stored examples."""
+    batch = jax.tree.map(lambda array: array[refs['example']], stored)
+    refs = refs | {'mask': batch['mask'] & refs['mask']}
+    return jax.lax.with_sharding_constraint(batch | refs, sharding)
 
 
 def host_batches(

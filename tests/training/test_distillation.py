@@ -163,7 +163,7 @@ def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_p
     config = with_dummy_data(experiment(saved(tmp_path)), num_classes=10, num_images=100)
     built = build_experiment(config, devices=jax.devices())
     lowered = training_run.lower_update(built, training_run.abstract_state(built))
-    state, *_, teacher = lowered.args_info[0]
+    state, _, _, teacher, _ = lowered.args_info[0]
     assert all(leaf.donated for leaf in jax.tree.leaves(state))
     assert not any(leaf.donated for leaf in jax.tree.leaves(teacher))
     assert len(jax.tree.leaves(teacher)) == len(jax.tree.leaves(built.teacher))

@@ -26,7 +26,7 @@ from vit_jax.data.image_preprocessing import Preprocessing, Size
 from vit_jax.data.loading import ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
-from vit_jax.distributed import meshes, sharding_rules
+from vit_jax.distributed import meshes
 from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_step_evaluator
 from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
 from vit_jax.experiment.functions import (
@@ -60,7 +60,7 @@ class Experiment(NamedTuple):
     config: TrainConfig
     start_from: Checkpoint | None  # opened `config.start_from`; its arrays are not read yet
     teacher: Params | None  # frozen parameters, on the devices or abstract; None: no teacher
-    values: Values  # numbers that the functions take as an argument, on the devices or abstract
+    values: Values  # numbers that the functions take as an argument, on the devices or the host
     functions: Functions
     mesh: Mesh
     compute: Compute  # options of computation, without `auto`
@@ -184,8 +184,8 @@ def build_experiment(
     teacher = None
     if loaded is not None:
         teacher = loaded.place_teacher(compute, mesh, config.mesh, abstract=planned)
-    replicated = jax.tree.map(lambda _: meshes.replicated(mesh), values)
-    values = (sharding_rules.abstract_arrays if planned else meshes.put)(values, replicated)
+    if not planned:
+        values = meshes.put(values, jax.tree.map(lambda _: meshes.replicated(mesh), values))
     evaluator_at = functools.cache(
         lambda patch_size: make_step_evaluator(functions.evaluate(patch_size), batches, values)
     )

@@ -460,6 +460,13 @@ def test_a_batch_whose_images_do_not_fit_into_memory_is_rejected(
             build_experiment(tiny.experiment(**size))
 
 
+def test_with_accumulation_the_numbers_of_one_part_have_to_fit(monkeypatch):
+    """Two copies of the pixels, and float32 numbers of one half: four copies."""
+    memory = types.SimpleNamespace(total=64 * 8 * 8 * 3 * 5)
+    monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)
+    build_experiment(tiny.experiment(batch_size=64, eval_batch_size=16, accumulation_steps=2))
+
+
 def test_a_batch_of_few_images_to_predict_is_no_larger_than_they_are(photos):
     loaded = networks.loaded(tiny.model())
     reader = head.make_model_reader(loaded, unlabeled_source([str(photos)]))

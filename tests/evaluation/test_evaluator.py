@@ -200,6 +200,8 @@ def test_evaluations_are_about_ten_and_of_at_most_a_fifth_as_many_images_as_are_
     found = [find_eval_interval(length, None, images) for images in (48, 480, 50_000)]
     assert found == [30, 75, 300]  # 10 * 48 and 4 * 480 are below 1,920; then only at the end
     assert find_eval_interval(length, 7, 50_000) == 7
+    uneven = make_train_length(Duration(steps=25), batch_size=480, num_images=480)
+    assert find_eval_interval(uneven, None, 48) == 3  # nine evaluations; 2 would be thirteen
 
 
 def test_where_any_class_is_right_an_image_without_one_is_still_a_number():

@@ -49,18 +49,19 @@ def get_config(x):
 
 
 @pytest.mark.gate
-def test_a_start_with_other_values_compiles_nothing(tmp_path):
+def test_a_start_and_a_resume_with_other_values_compile_nothing(tmp_path):
     (tmp_path / 'config.py').write_text(FILE)
     counts = []
-    for x in '0.4', '0.6':
-        command = ['tests.counted', str(tmp_path / 'cache'), 'vit_jax.train']
-        command += [f'--config={tmp_path}/config.py:{x}', f'--workdir={tmp_path}/{x}']
+    for x, run, *flags in ('0.4', 'one'), ('0.6', 'two'), ('0.7', 'one', '--accept_config_changes'):
+        command = ['tests.counted', str(tmp_path / 'cache'), 'vit_jax.train', *flags]
+        command += [f'--config={tmp_path}/config.py:{x}', f'--workdir={tmp_path}/{run}']
         with hosts(tmp_path, command) as [host]:
             assert host.wait() == 0, host.text
             counts.append([*map(int, re.findall(r'compiled (\d+), loaded (\d+)', host.text)[-1])])
-    (compiled, loaded), other = counts
+    (compiled, loaded), other, resumed = counts
     assert compiled > 0 and loaded == 0
     assert other == [0, compiled]
+    assert resumed[0] == 0 and 'resuming at step 8' in host.text
 
 
 @pytest.mark.gate

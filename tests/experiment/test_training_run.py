@@ -209,7 +209,8 @@ def test_nothing_is_compiled_after_the_first_evaluation(tmp_path):
     )
     job = tiny.WatchedJob(lambda heartbeat: counts.append(len(compiled)))
     every = {'eval_every_steps': 2, 'checkpoint_every_steps': 2}  # orbax compiles slices, once
-    config = tiny.experiment(total=Duration(steps=12), fewshot=FEWSHOT, **every)
+    model = tiny.model(num_classes=None, layer_norm_epsilon=3e-6)  # of no other test
+    config = tiny.experiment(model=model, total=Duration(steps=12), fewshot=FEWSHOT, **every)
     config.fewshot.every_steps = 2
     training_run.train(config, str(tmp_path), job=job)
     assert counts[0] > 0  # the first step of 12

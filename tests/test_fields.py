@@ -376,6 +376,7 @@ def test_an_update_uses_each_of_its_arguments(config):
         (ViTConfig, {'head_bias': float('nan')}, 'head_bias=nan'),
         (OptimizerConfig, {'frozen': ('(',)}, r"'\('"),
         (Sam, {'rho_min': 1.0}, 'rho_min=1'),
+        (Regularization, {'dropout': 0.99999998}, 'dropout=0.99999998'),  # 1 in float32
         (Sam, {'rho': 0.0, 'alpha': 0.6}, 'alpha=0.6'),
         (MeshConfig, {'rules': (('(', ('data',)),)}, r"'\('"),
     ],

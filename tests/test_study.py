@@ -87,6 +87,16 @@ def test_a_signal_to_the_study_stops_the_training_which_saves(tmp_path):
     assert [*(workdir / 'checkpoints').iterdir()]
 
 
+@pytest.mark.gate
+def test_a_signal_before_the_training_begins_stops_the_study(tmp_path):
+    process = program(tmp_path, '--config.base.total.steps=100000', '--only=train/gap')
+    assert any('starts' in line for line in iter(process.stdout.readline, ''))
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 130 and 'Traceback' not in text
+    assert not (tmp_path / 'out/train/gap-seed0/metrics.jsonl').exists()
+
+
 ROWS = [
     Row(
         'train', {'depth': '1'}, 3, {'test/accuracy': {0: 0.5, 1: 0.7}, 'compute': {0: 2e18}}, 0.614

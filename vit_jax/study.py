@@ -40,6 +40,8 @@ from vit_jax.studies.planned_runs import PlannedRun
 from vit_jax.studies.results import Row
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+# Without a traceback; the imports take seconds.
+_EXIT_ON_SIGINT = 'import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)'
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -144,6 +146,8 @@ class _Trainer:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._start()
+        if self.received:  # perhaps before there was a process
+            return EXIT_INTERRUPTED
         assert self._process is not None and self._process.stdin is not None and self._codes
         with contextlib.suppress(BrokenPipeError):  # the process has exited
             print(json.dumps(words), file=self._process.stdin, flush=True)
@@ -153,9 +157,13 @@ class _Trainer:
 
     def _start(self) -> None:
         reading, writing = os.pipe()
-        command = sys.executable, '-c', f'from vit_jax import study; study.train_in_turn({writing})'
+        code = f'{_EXIT_ON_SIGINT}; from vit_jax import study; study.train_in_turn({writing})'
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[writing], start_new_session=True, text=True
+            [sys.executable, '-c', code],
+            stdin=subprocess.PIPE,
+            pass_fds=[writing],
+            start_new_session=True,
+            text=True,
         )
         os.close(writing)
         self._codes = open(reading)

@@ -45,7 +45,8 @@ class Regularization(Record):
     patch_dropout: float = 0.0  # fraction of the patches that are removed in training
 
     def check(self) -> None:
-        require_between(self, 'dropout', 'stochastic_depth', 'patch_dropout', low=0, below=1)
+        require_between(self, 'dropout', 'stochastic_depth', low=0, high=0.999999)  # in float32
+        require_between(self, 'patch_dropout', low=0, below=1)
 
     @property
     def is_random_in_blocks(self) -> bool:

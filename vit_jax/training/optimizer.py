@@ -95,7 +95,7 @@ class OptimizerConfig(ParamGroupsConfig):
 
     def check(self) -> None:
         super().check()
-        records.require_between(self, 'b1', 'b2', 'momentum', low=0, below=1)
+        records.require_between(self, 'b1', 'b2', 'momentum', low=0, high=0.999999)  # in float32
         records.require_between(self, 'epsilon', 'clip_norm', above=0)
         for name in ('b1', 'b2', 'epsilon', 'momentum', *_OF_ALL_KINDS):
             if (value := getattr(self, name)) != getattr(type(self), name):

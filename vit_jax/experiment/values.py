@@ -33,6 +33,7 @@ VALUES = (
     *(f'optimizer.{name}' for name in ('b1', 'b2', 'epsilon', 'momentum')),
     *(f'optimizer.sharpness.{name}' for name in ('rho', 'alpha')),
 )
+_COMPUTED = 'ema_decay', 'optimizer.sharpness.rho'  # in `ema_rate` and `radii`, not in `numbers`
 # Fields from which the arrays of `Values` are computed. They have no structure of their own.
 _FACTORS = 'optimizer.layer_decay', 'optimizer.lr_multipliers'
 DERIVED = 'schedule', 'total', 'optimizer.sharpness.rho_min', *_FACTORS
@@ -53,7 +54,7 @@ ARGUMENT = 'not known before the program runs'  # stands for a value in a struct
 class Values(NamedTuple):
     """Arguments of the compiled programs that do not change during a run."""
 
-    numbers: dict[str, Any]  # by the path of the field; numbers that are off are left out
+    numbers: dict[str, Any]  # by the path of the field; without numbers that are off
     learning_rates: Any  # of each step (see `tabulate`)
     radii: Any | None  # norm of SAM's perturbation at each step; None: no SAM
     lr_factors: Any | None  # see `ParamGroups`
@@ -70,8 +71,9 @@ def make_values(config: TrainConfig, length: TrainLength, groups: ParamGroups) -
     if sam is not None and sam.rho > 0:
         radius = make_radius(sam, schedule, peak=config.schedule.learning_rate, total_steps=steps)
         radii = tabulate(radius, steps)
+    numbers = _find_numbers(config)
     return Values(
-        numbers=_find_numbers(config),
+        numbers={path: number for path, number in numbers.items() if path not in _COMPUTED},
         learning_rates=tabulate(schedule, steps),
         radii=radii,
         lr_factors=groups.lr_factors,

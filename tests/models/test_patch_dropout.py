@@ -90,3 +90,8 @@ def test_multiply_adds_are_those_of_the_tokens_that_are_left():
 def test_what_needs_all_patches_is_rejected(values, rate, named):
     with pytest.raises(UserError, match=f'regularization.patch_dropout={rate}: .*{named}'):
         build(tiny.model(**values), regularization=Regularization(patch_dropout=rate))
+
+
+def test_the_number_of_kept_patches_is_rounded_to_the_nearest():
+    counts = [Regularization(patch_dropout=rate).num_kept(49) for rate in (0.25, 0.5, 0.7)]
+    assert counts == [37, 24, 15]  # of 36.75, 24.5 and 14.7; halves to even

@@ -33,6 +33,16 @@ def test_rotations_are_those_of_dinov3():
     np.testing.assert_allclose(angles, np.tile(np.hstack([of_rows, of_column]), 2))
 
 
+def test_rotations_are_those_of_vit5():
+    """Row and column, with a base of 10,000 for patches and of 100 for the grid of registers."""
+    angles = make_angles('learned_rope', (2, 1), 16, class_tokens=1, registers=4)
+    exponents = np.arange(0, 1, 4 / 16)
+    row, one = [np.zeros(4), 1 / 100**exponents], [np.zeros(4), 1 / 10_000**exponents]
+    registers = [np.hstack([row[y], row[x]]) for y, x in np.ndindex(2, 2)]
+    patches = [np.hstack([one[y], np.zeros(4)]) for y in range(2)]
+    np.testing.assert_allclose(angles, np.tile([np.zeros(8), *registers, *patches], 2))
+
+
 def test_sincos_neighbors_are_more_alike_than_strangers():
     table = sincos2d((5, 7), 32)
     assert table.shape == (35, 32)

@@ -5,6 +5,7 @@ import pytest
 
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.models import build, count_multiply_adds, count_params, variant
+from vit_jax.models.variants import DEPTHS
 
 # Without a head, and with a linear one of 1000 classes: the paper's table 1 and the public models.
 PARAMETERS = {
@@ -102,3 +103,9 @@ def test_vit_22b_is_the_papers():
 def test_an_unknown_name_is_explained(name, message):
     with pytest.raises(ValueError, match=message):
         variant(name)
+
+
+def test_stages_of_resnets_are_those_of_their_papers():
+    """He et al., "Deep Residual Learning", table 1; "Identity Mappings" for 200 layers."""
+    stages = {'50': (3, 4, 6, 3), '101': (3, 4, 23, 3), '152': (3, 8, 36, 3), '200': (3, 24, 36, 3)}
+    assert stages.items() <= DEPTHS.items()

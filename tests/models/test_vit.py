@@ -252,6 +252,15 @@ def test_stochastic_depth_grows_linearly_from_the_first_block_to_the_last():
     np.testing.assert_allclose(model.apply(params, IMAGES, KEY), expected, rtol=1e-6)
 
 
+def test_pixels_at_the_bottom_and_the_right_that_fill_no_patch_are_ignored():
+    config = tiny.model(image_size=(10, 11))
+    model, params = tiny.built(config)
+    images = tiny.images(config=config)
+    cut = images.at[:, 8:].set(7).at[:, :, 8:].set(7)
+    np.testing.assert_array_equal(model.apply(params, cut), model.apply(params, images))
+    assert (model.apply(params, images.at[:, 0].set(7)) != model.apply(params, images)).any()
+
+
 def test_dropout_is_active_only_with_a_key_and_depends_on_it():
     model, params = tiny.built(tiny.model(), regularization=Regularization(dropout=0.5))
     apply = jax.jit(model.apply)

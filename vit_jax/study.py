@@ -115,10 +115,10 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
 
 
 class _Trainer:
-    """Trains runs one after the other in a process, so that they share compiled programs.
+    """Trains runs one after the other in a child process, so that they share compiled programs.
 
-    It forwards signals to the process, which saves and exits. The process has its own session, so
-    that Ctrl-C does not reach it a second time. If it exits, the next run starts another one.
+    Signals are forwarded to the child, which saves and exits. The child has its own session, so
+    Ctrl-C reaches it only once. If the child exits, the next run starts a new one.
     """
 
     def __init__(self) -> None:

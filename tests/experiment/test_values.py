@@ -115,7 +115,7 @@ def test_a_study_of_rates_and_seeds_compiles_one_step_and_one_evaluation(tmp_pat
     command.append(f'--workdir={tmp_path}/out')
     env = environment() | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')}
     text = subprocess.check_output(command, env=env, cwd=ROOT, timeout=600, text=True)
-    assert text.startswith('9 runs to train, with 1 training step and 1 evaluation to compile\n')
+    assert text.startswith('9 runs to train; programs to compile: 1 training step, 1 evaluation\n')
     programs = [name.split('-')[0] for name in os.listdir(tmp_path / 'cache')]
     assert programs.count('jit_update') == programs.count('jit_step') == 1
 

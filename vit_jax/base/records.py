@@ -219,7 +219,7 @@ def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
 def replaced(record: R, values: Mapping[str, Any]) -> R:
     """Returns a copy of a record and of all records in it, with new values by path.
 
-    The values are not checked. They can be numbers that jax traces: arguments of a program.
+    The values are not checked. They can be traced by jax, like the arguments of a program.
     """
     new = copy.copy(record)
     for name, value in vars(record).items():

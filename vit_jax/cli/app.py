@@ -83,7 +83,7 @@ def run_with_job(
     words: Sequence[str],
     started: float | None,
 ) -> int:
-    """Runs a program like `run_job`, but returns the exit code if it can.
+    """Runs a program like `run_job`, but returns the exit code, except after an error in the job.
 
     `started` is the time since 1970 at which the program started; None: that of the process.
     """

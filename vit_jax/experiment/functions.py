@@ -1,7 +1,7 @@
 """The pure functions of an experiment: first state, training steps, and sums of evaluations.
 
-They are made from the structure of the experiment and get its values as an argument (see
-`values`), so that they can be compiled once for all values.
+The functions are made from the structure of the experiment, and take its values as an argument
+(see `values`). One compilation then serves all values.
 """
 
 import functools
@@ -82,7 +82,7 @@ class Structure(NamedTuple):
 
 
 class Functions:
-    """The functions of a structure, which are traced with its mesh (see `with_mesh`).
+    """The functions of a structure. jax traces them with the structure's mesh (see `with_mesh`).
 
     - init(values, params=None) -> state before the first step
     - init_params(values) -> initial parameters
@@ -116,14 +116,14 @@ class Functions:
 
 
 _FUNCTIONS: dict[Hashable, Functions] = {}  # of the newest structures
-_MAX_STRUCTURES = 32  # more than most studies have; each keeps its compiled programs in memory
+_MAX_STRUCTURES = 32  # most studies have fewer; the programs of each are kept in memory
 
 
 def make_functions(structure: Structure, groups: ParamGroups) -> Functions:
-    """Returns the functions of a structure; the same objects as before for an equal structure.
+    """Returns the functions of a structure. Equal structures get the same function objects.
 
-    jax compiles the same function only once in a process. Structures with functions of the user,
-    which may change, get new objects.
+    In a process, jax compiles the same function object only once for the same shapes. A structure
+    that contains functions of the user always gets new objects, because these functions may change.
     """
     if contains_function((structure.config, structure.model)):
         return Functions(structure, groups)

@@ -3,8 +3,8 @@
 Values are numbers that the compiled programs take as arguments. Runs that differ only in values
 share their programs. A field is one of three things:
 
-- A value, if it is in `VALUES` or `DERIVED`. A field of `VALUES` that is 0 or None is structure:
-  the program leaves out its operation.
+- A value, if it is in `VALUES` or `DERIVED`. That a field of `VALUES` is 0 or None is part of the
+  structure: the program omits its operation.
 - On the host, if it is in `ON_HOST`. The compiled functions do not read it.
 - Structure otherwise. Another value of the field is another program.
 """
@@ -34,7 +34,7 @@ VALUES = (
     *(f'optimizer.sharpness.{name}' for name in ('rho', 'alpha')),
 )
 _COMPUTED = 'ema_decay', 'optimizer.sharpness.rho'  # in `ema_rate` and `radii`, not in `numbers`
-# Fields from which the arrays of `Values` are computed. They have no structure of their own.
+# The arrays of `Values` are computed from these fields, which are not part of the structure.
 _FACTORS = 'optimizer.layer_decay', 'optimizer.lr_multipliers'
 DERIVED = 'schedule', 'total', 'optimizer.sharpness.rho_min', *_FACTORS
 # Fields that select and read images, control the loop, or measure.
@@ -58,7 +58,7 @@ class Values(NamedTuple):
     learning_rates: Any  # of each step (see `tabulate`)
     radii: Any | None  # norm of SAM's perturbation at each step; None: no SAM
     lr_factors: Any | None  # see `ParamGroups`
-    ema_rate: Any | None  # 1 - `ema_decay`, which float32 cannot compute accurately
+    ema_rate: Any | None  # 1 - `ema_decay`, computed on the host in float64
 
 
 def make_values(config: TrainConfig, length: TrainLength, groups: ParamGroups) -> Values:
@@ -87,9 +87,9 @@ def insert_values(structure: TrainConfig, values: Values) -> TrainConfig:
 
 
 def remove_values(config: TrainConfig) -> TrainConfig:
-    """Returns the structure: a copy in which `ARGUMENT` replaces values and fields on the host.
+    """Returns the structure: a copy with `ARGUMENT` in place of all values and all host fields.
 
-    Arithmetic with `ARGUMENT` fails, so a program does not contain a value by mistake.
+    Arithmetic with `ARGUMENT` raises an error, so no value gets into a program by mistake.
     """
     paths = [path for path in (*DERIVED, *ON_HOST) if _find(config, path)[0] is not None]
     blank: dict[str, Any] = dict.fromkeys([*_find_numbers(config), *paths], ARGUMENT)

@@ -92,12 +92,15 @@ def describe_programs(runs: Sequence[PlannedRun]) -> str:
             evaluations.add((structure, one.patch_size, batch))
         if config.fewshot is not None:
             evaluations.add((structure, 'few-shot'))
-    programs = f'{plural(len(steps), "training step")} and {plural(len(evaluations), "evaluation")}'
-    return f'{plural(len(runs), "run")} to train, with {programs} to compile'
+    programs = f'{plural(len(steps), "training step")}, {plural(len(evaluations), "evaluation")}'
+    return f'{plural(len(runs), "run")} to train; programs to compile: {programs}'
 
 
 def _structure_key(run: PlannedRun) -> Hashable:
-    """Returns a key of what the programs of a run depend on. The data determine the classes."""
+    """Returns a key of what the programs of a run depend on.
+
+    It includes the data, which determine the number of classes.
+    """
     config, optimizer = run.config, run.config.optimizer
     start = config.start_from if run.parent is None else _structure_key(run.parent)
     has_factors = optimizer.layer_decay is not None or len(optimizer.lr_multipliers) > 0

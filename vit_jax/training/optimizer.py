@@ -79,8 +79,8 @@ class OptimizerConfig(ParamGroupsConfig):
     values are b1=0.9, b2=0.999, epsilon=1e-8 (lamb: 1e-6) and momentum=0.9 (muon: 0.95).
 
     A function f(schedule) returns an optax optimizer, which replaces moments, weight decay and
-    learning rate. Its rates are arguments of the compiled step: schedule(step) has no known number
-    in f. `clip_norm`, frozen parameters and learning rate factors still apply.
+    learning rate. The rates are arguments of the compiled step: in f, schedule(step) is a traced
+    value, not a number. `clip_norm`, frozen parameters and learning rate factors still apply.
     """
 
     # Fields of param groups are inherited, so that flags are short, such as optimizer.weight_decay.
@@ -149,8 +149,8 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Callable[[Any]
 def tabulate(function: Callable[[Any], Any], total_steps: int) -> Float[np.ndarray, 'n']:
     """Tabulates a function of the step, for `look_up`.
 
-    The length of the table is a multiple of 2**20, so that all runs of up to a million steps have
-    the same program.
+    The length of the table is a multiple of 2**20, so all runs of less than 2**20 steps share one
+    program.
 
     Raises:
       UserError: If the training is longer than 2**24 steps, whose table has 64 MiB.

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from vit_jax import train
-from vit_jax.base import UserError, atomic_write, make_folder, records, require, usable
+from vit_jax.base import UserError, atomic_write, make_folder, plural, records, require, usable
 from vit_jax.base.storage import is_remote
 from vit_jax.cli import app, output
 from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE
@@ -86,8 +86,8 @@ def _prepare(folder: pathlib.Path, study: Study, run: PlannedRun) -> list[str]:
 def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> int:
     """Trains the incomplete runs. Returns 0, or the exit code after a signal."""
     left = [run for run in chosen if not planned_runs.is_complete(folder, run)]
-    if left:
-        print(planned_runs.describe_programs(left), flush=True)
+    complete = f'nothing to train: {plural(len(chosen), "run")} complete'
+    print(planned_runs.describe_programs(left) if left else complete, flush=True)
     with _Trainer.open() as trainer:
         for number, run in enumerate(chosen, 1):
             if trainer.received:

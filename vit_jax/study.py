@@ -185,7 +185,8 @@ def train_in_turn(descriptor: int) -> None:
     started = None  # the first run includes the imports in its time
     for line in sys.stdin:
         code = app.run_with_job(train.main, train.make_parser(), json.loads(line), started)
-        os.close(signal.set_wakeup_fd(-1))
+        if (wakeup := signal.set_wakeup_fd(-1)) >= 0:  # -1: the arguments were wrong
+            os.close(wakeup)
         for number in _SIGNALS:  # between two runs, there is nothing to save
             signal.signal(number, signal.SIG_DFL)
         gc.collect()  # so that the arrays of this run leave the devices

@@ -93,7 +93,8 @@ def test_fsdp_splits_the_state_and_leaves_the_activations_split(whole, slice_of_
     """Left alone, the compiler gathers the batch on every chip, which takes several times more."""
     mesh = MeshConfig(fsdp=8, fsdp_min_mb=0.0)
     fsdp = memory_plan.compile_step(task(mesh=mesh), slice_of_eight)
-    assert fsdp.state < whole.state / 4
+    rates = 4 * 2**20  # bytes of the table of learning rates, which every chip holds
+    assert fsdp.state - rates < (whole.state - rates) / 4
     assert fsdp.peak - fsdp.state < 1.2 * (whole.peak - whole.state)
 
 

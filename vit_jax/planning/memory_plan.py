@@ -27,7 +27,7 @@ _NEAR = 0.85  # fraction of the memory above which a quick compilation is not ac
 class StepMemory(NamedTuple):
     """Memory of a training step that fits, in bytes on one device."""
 
-    state: int  # train state and batch
+    state: int  # train state, batch and learning rates
     peak: int
     sharding: list[str]  # lines of `sharding_rules.sharding_report`
 

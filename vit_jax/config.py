@@ -1,12 +1,12 @@
 """The configuration of an experiment, composed of the configurations of its parts."""
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from vit_jax.base import Path, Record, records, require, require_between, write_json
+from vit_jax.base.files import read_json
 from vit_jax.checkpoints.card import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
 from vit_jax.data.image_preprocessing import Preprocessing
@@ -241,9 +241,9 @@ def read_config(path: Path, **options: Any) -> dict[str, Any]:
 
     Raises:
       UserError: If the file has another format number.
-      OSError, ValueError, RecursionError: If the file cannot be read.
+      OSError, ValueError: If the file cannot be read.
     """
-    values = json.loads(path.read_bytes(), **options)
+    values = read_json(path, **options)
     if not isinstance(values, dict):
         raise ValueError(f'{path}: not a JSON object')
     number = values.pop('format', None)

@@ -26,7 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from vit_jax.base import MissingFile, UserError, make_folder, plural, records, require, write_json
+from vit_jax.base import (
+    MissingFile,
+    UserError,
+    atomic_write,
+    make_folder,
+    plural,
+    records,
+    require,
+    write_bytes,
+    write_json,
+)
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.remote import redact
 from vit_jax.cli import app, output
@@ -209,14 +219,15 @@ def _write_report(
         values['confusions'] = report.confusions()
         matrix = {'confusion': report.confusion, 'class_names': np.array(report.names)}
         array_files.write_npz(folder / MATRIX, matrix)
-        bitmaps.draw_confusion_matrix(report.confusion, report.names).save(folder / PICTURE)
+        with atomic_write(folder / PICTURE) as file:
+            bitmaps.draw_confusion_matrix(report.confusion, report.names).save(file, 'PNG')
         names += [MATRIX, PICTURE]
     if (found := report.calibration) is not None:
         values['calibration'] = dataclasses.asdict(found)
         if importlib.util.find_spec('matplotlib'):
             from vit_jax.figures import curves, style
 
-            (folder / RELIABILITY).write_bytes(style.png(curves.draw_reliability, found))
+            write_bytes(folder / RELIABILITY, style.png(curves.draw_reliability, found))
             names.append(RELIABILITY)
         else:
             print(f"{RELIABILITY} needs matplotlib: pip install 'vit_jax[plots]'")
@@ -251,7 +262,8 @@ def _write_mistakes(
         tiles.append((decode(image, exif_rotation=True, max_pixels=max_pixels), lines))
     (folder / SHEET).unlink(missing_ok=True)
     if tiles:
-        bitmaps.draw_contact_sheet(tiles).save(folder / SHEET)
+        with atomic_write(folder / SHEET) as file:
+            bitmaps.draw_contact_sheet(tiles).save(file, 'PNG')
         written.append(folder / SHEET)
     return written
 

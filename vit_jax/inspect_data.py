@@ -192,8 +192,8 @@ def _write_sheet(
         for name, images in zip(classes, zip(*columns, strict=True), strict=True)
         for title, image in zip(titles, images, strict=True)
     ]
-    with atomic_write(path) as partial:
-        bitmaps.draw_contact_sheet(tiles, len(titles)).save(partial, 'PNG')
+    with atomic_write(path) as file:
+        bitmaps.draw_contact_sheet(tiles, len(titles)).save(file, 'PNG')
     print(f'pictures       {path}')
 
 

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import csv
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -26,6 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.base import Batch, Float, atomic_write, plural, require, usable
+from vit_jax.base.files import is_special, read_text, would_replace
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
@@ -92,10 +94,10 @@ def require_new(paths: Iterable[str | None], *, overwrite: bool) -> None:
     """Raises UserError if an output file exists and `overwrite` is False, or is not writable."""
     for path in filter(None, paths):
         require(not os.path.isdir(path), f'{path}: a folder; expected a file')
-        exists = os.path.exists(path) and not overwrite
+        exists = would_replace(path) and not overwrite
         require(not exists, f'{path}: exists already; pass --overwrite to replace it')
-        can_write = os.access(pathlib.Path(path).absolute().parent, os.W_OK)
-        require(can_write, f'{path}: its folder is missing or not writable')
+        place = path if is_special(path) else os.path.dirname(os.path.realpath(path))
+        require(os.access(place, os.W_OK), f'{path}: its folder is missing or not writable')
 
 
 def _compute_outputs(
@@ -122,11 +124,10 @@ def open_output(path: str | None, output_format: str) -> Iterator[Any]:
         yield sys.stdout
         return
     encoding = 'utf-8-sig' if output_format == 'csv' else 'utf-8'
-    with (
-        atomic_write(pathlib.Path(path)) as partial,
-        open(partial, 'w', encoding=encoding, errors='surrogateescape') as file,
-    ):
-        yield file
+    with atomic_write(pathlib.Path(path)) as file:
+        text = io.TextIOWrapper(file, encoding, errors='surrogateescape', write_through=True)
+        yield text
+        text.detach()  # `atomic_write` closes the file
 
 
 def most_probable(
@@ -158,7 +159,7 @@ def _read_class_names(loaded: LoadedModel, path: str | None) -> list[str]:
     if path is None:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
     with usable(path):
-        names = pathlib.Path(path).read_text('utf-8-sig').rstrip().splitlines()
+        names = read_text(path).rstrip().splitlines()
     require(len(names) == count, f'--class_names={path}: got {len(names)} lines; expected {count}')
     return names
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from vit_jax.base import UserError, atomic_write, records, usable
+from vit_jax.base import UserError, records, write_text
 from vit_jax.cli import app
 from vit_jax.experiment import reporter
 from vit_jax.figures import page
@@ -55,8 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
     if len(runs) > 1:
         sections.append(_differences(runs))
     lines = [f'{run.name}: {run.folder}, {_state(run)}' for run in runs]
-    with usable(path), atomic_write(path) as partial:
-        partial.write_text(page.render_page('Training report', lines, sections))
+    write_text(path, page.render_page('Training report', lines, sections))
     print(f'written: {path}')
     return 0
 

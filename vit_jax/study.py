@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from vit_jax import train
-from vit_jax.base import UserError, atomic_write, make_folder, plural, records, require, usable
+from vit_jax.base import UserError, make_folder, plural, records, require, write_bytes
 from vit_jax.base.storage import is_remote
 from vit_jax.cli import app, output
 from vit_jax.distributed.processes import EXIT_INTERRUPTED, REQUEUE
@@ -212,8 +212,7 @@ def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun
     for ending, content in contents.items():
         if content is not None:
             path = folder / f'results.{ending}'
-            with usable(path), atomic_write(path) as partial:
-                partial.write_bytes(content)
+            write_bytes(path, content)
             print(f'written: {path}')
 
 

@@ -20,7 +20,15 @@ from typing import Any
 
 from rich.progress import Progress
 
-from vit_jax.base import UserError, atomic_write, make_folder, plural, records, require, usable
+from vit_jax.base import (
+    UserError,
+    make_folder,
+    plural,
+    records,
+    require,
+    write_bytes,
+    write_text,
+)
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.checkpoints.remote import redact, to_path
 from vit_jax.cli import app, output
@@ -52,8 +60,7 @@ def main(arguments: argparse.Namespace) -> int:
             _make_section(folder, name, figure, images, models)
             for name, figure in bar.track(chosen.items(), description='figures')
         ]
-    with usable(folder), atomic_write(folder / PAGE) as partial:
-        partial.write_text(render_page('What the models learned', lines, sections))
+    write_text(folder / PAGE, render_page('What the models learned', lines, sections))
     print(f'\nwritten: {folder / PAGE}')
     return output.report_unreadable(problems, len(images.indices) + len(problems))
 
@@ -161,9 +168,8 @@ def _make_section(
         print(f'{stem}: {figure.finding(numbers)}'.removesuffix(': '))
         png = style.png(figure.draw, numbers)
         pictures.append(Picture(png, f'{prefix}{figure.title}', text))
-        with usable(folder):
-            write_npz(folder / f'{stem}.npz', numbers)
-            (folder / f'{stem}.png').write_bytes(png)
+        write_npz(folder / f'{stem}.npz', numbers)
+        write_bytes(folder / f'{stem}.png', png)
     return Section(figure.title, figure.caption, pictures, ' '.join(left_out) or None)
 
 

@@ -69,7 +69,7 @@ def test_a_file_on_a_bucket_is_written_whole_or_not_at_all(bucket):
     write_json(path, {'a': 1})
     assert json.loads(bucket.text('run/config.json')) == {'a': 1}
     with pytest.raises(RuntimeError), atomic_write(path) as partial:
-        partial.write_text('half')
+        partial.write(b'half')
         raise RuntimeError
     assert json.loads(path.read_text()) == {'a': 1} and bucket.names() == ['run/config.json']
     bucket.put('run/other', b'', {})  # by another host

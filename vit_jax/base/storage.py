@@ -1,22 +1,19 @@
 """Files and folders on a disk or on a Google Cloud Storage bucket (gs://BUCKET/FOLDER).
 
 A path on a bucket is an epath.Path, which has the methods of pathlib. A bucket cannot rename,
-append or lock. `atomic_write` writes a file completely or not at all. `usable` converts errors of
-disks and buckets into errors for the user.
+append or lock. `usable` converts errors of disks and buckets into errors for the user.
 """
 
 import contextlib
 import errno
 import importlib.util
-import json
-import logging
 import os
 import pathlib
 import re
 import tempfile
 import uuid
 from collections.abc import Iterator
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from etils import epath
 
@@ -28,9 +25,8 @@ Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or
 _UNSAFE_FOR_ORBAX = re.compile(r'[][*?\\\ud800-\udfff]|:(/|$)|^/(gs|s3)(/|$)')
 # Paths that orbax and fsspec do not interpret as a glob pattern or as a URL with a query.
 _BUCKET_PATH = re.compile(r'gs://[^/]+/+(?!/)[^][*?#\x00-\x1f\x7f]+')
-_PARTIAL = '.partial'  # suffix of a file that is being written
 # The file system does not support the operation.
-_NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK
+NOT_SUPPORTED = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -103,8 +99,7 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
             raise StorageError(f'{name}: {format_error(error)}') from error
         if isinstance(error, OSError):
             kind = MissingFile if isinstance(error, FileNotFoundError) else StorageError
-            place = str(error.filename or name).removesuffix(_PARTIAL)
-            raise kind(f'{place}: {error.strerror or error}{ending}') from error
+            raise kind(f'{error.filename or name}: {error.strerror or error}{ending}') from error
         if not expected:
             raise
         why = f'{type(error).__name__}: {format_error(error)}'
@@ -118,36 +113,6 @@ def require_exists(file: Path) -> None:
         raise MissingFile(f'{gone} during the run; restore it, or start again')
 
 
-@contextlib.contextmanager
-def atomic_write(path: Path) -> Iterator[pathlib.Path]:
-    """Yields the path of a temporary file to write, which replaces `path` if no error is raised.
-
-    On a disk, the file is synced before the context exits.
-
-    Raises:
-      StorageError or MissingFile: If the file cannot be written.
-      UserError: If `path` exists and is not a file.
-    """
-    if is_remote(path):
-        with tempfile.TemporaryDirectory() as folder:
-            partial = pathlib.Path(folder) / path.name
-            yield partial
-            with usable(path):
-                path.write_bytes(partial.read_bytes())
-        return
-    if os.path.exists(path) and not os.path.isfile(path):  # root could replace a device
-        raise UserError(f'{path}: a folder, pipe or device; expected a file')
-    partial = path.with_name(path.name + _PARTIAL)
-    with usable(path):
-        partial.touch()
-        mode = partial.stat().st_mode
-        yield partial
-        partial.chmod(mode)  # safetensors creates files that only their owner can read
-        sync(partial)
-        partial.replace(path)
-        sync(path.parent)
-
-
 def sync(path: Path) -> None:
     """Flushes a file, or the entries of a folder, to the disk (fsync).
 
@@ -159,54 +124,10 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
+        if error.errno not in NOT_SUPPORTED:
             raise
     finally:
         os.close(descriptor)
-
-
-def try_lock(file: IO[Any]) -> bool:
-    """Tries to lock a file until it is closed; returns False if another process has locked it.
-
-    Logs a warning and returns True if the file system does not support locks.
-    """
-    import fcntl  # not on Windows
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-        logging.warning('%s: file system without locks; start only one run per workdir', file.name)
-    return True
-
-
-def write_json(path: Path, values: Any) -> None:
-    """Writes values as indented JSON, atomically."""
-    with atomic_write(path) as partial:
-        partial.write_text(json.dumps(values, indent=2) + '\n')
-
-
-def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
-    """Returns the lines of a file that are JSON objects with these fields of these types.
-
-    Returns an empty list if the file does not exist. Other lines are skipped with a warning,
-    except the last one, which a killed run may have written in part.
-    """
-    with usable(path):
-        texts = path.read_bytes().splitlines() if path.exists() else []
-    lines = []
-    for number, text in enumerate(texts, 1):
-        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            line = json.loads(text)
-            if all(isinstance(line[name], kind) for name, kind in fields.items()):
-                lines.append(line)
-                continue
-        if number < len(texts):
-            logging.warning('%s, line %d: ignored, because it is damaged', path, number)
-    return lines
 
 
 def bucket_and_name(path: Path) -> tuple[Any, str]:

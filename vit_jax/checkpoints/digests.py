@@ -19,7 +19,8 @@ import numpy as np
 from etils import epath
 
 from vit_jax.base import Params, StorageError, UserError, records, storage, tree_names
-from vit_jax.base.storage import Path, sync, usable, write_json
+from vit_jax.base.files import Limit, open_file, parse_json, read_file, require_file, write_json
+from vit_jax.base.storage import Path, sync, usable
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ModelConfig
 
@@ -78,9 +79,9 @@ def verify_digests(folder: Path) -> None:
       StorageError: If a file cannot be read; the checkpoint may be undamaged.
     """
     with usable(folder / FILE):
-        text = (folder / FILE).read_bytes() if is_complete(folder) else b''
+        text = read_file(folder / FILE, Limit.JSON_BYTES) if is_complete(folder) else b''
     try:
-        written = dict(json.loads(text))
+        written = dict(parse_json(text))
     except (ValueError, TypeError):
         written = {}
     actual = _digests(folder)
@@ -102,10 +103,19 @@ def _digests(folder: Path) -> dict[str, str]:
         }
 
 
+def require_files(folder: Path) -> None:
+    """Raises StorageError if a checkpoint on a disk contains pipes, devices or links to them."""
+    if not storage.is_remote(folder):
+        with usable(folder):
+            for path in folder.rglob('*'):
+                if not path.is_dir():
+                    require_file(path)
+
+
 def crc32c(path: pathlib.Path) -> str:
     """Returns the CRC-32C of a file in base64, as Google Cloud Storage writes it."""
     checksum = google_crc32c.Checksum()
-    with path.open('rb') as file:
+    with open_file(path) as file:
         while block := file.read(2**20):
             checksum.update(block)
     return base64.b64encode(checksum.digest()).decode()

@@ -12,8 +12,8 @@ checkpoint has another name while it is written or removed, so that a folder STE
 
 import contextlib
 import functools
-import json
 import math
+import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,8 @@ import orbax.checkpoint as ocp
 
 from vit_jax.base import MissingFile, Params, StorageError, UserError, require, storage, tree_names
 from vit_jax.base.errors import format_error
-from vit_jax.base.storage import Path, make_folder, sync, usable, write_json
+from vit_jax.base.files import read_json, write_json
+from vit_jax.base.storage import Path, make_folder, sync, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import CARD, DamagedCheckpoint, is_complete
 from vit_jax.distributed.sharding_rules import abstract_arrays
@@ -269,7 +270,7 @@ def load_card(path: str) -> tuple[dict[str, Any], Path]:
 
 def _read_json(folder: Path, name: str) -> Json:
     with _readable(folder):
-        return dict(json.loads((folder / name).read_bytes()))
+        return dict(read_json(folder / name))
 
 
 def count_params(folder: Path) -> int:
@@ -303,6 +304,7 @@ def load_params(path: str) -> Params:
 def _readable(folder: Path) -> Iterator[Any]:
     """Yields the folder under a name that orbax accepts, and converts errors of reading."""
     try:
+        digests.require_files(folder)  # orbax would read a link to /dev/zero for ever
         with storage.orbax_safe_path(folder) as plain:
             yield plain
     except UserError:
@@ -320,6 +322,7 @@ def write_standalone(folder: Path, params: Params, card: Json) -> None:
 
     Raises:
       UserError: If the path holds anything except a checkpoint or an empty folder.
+      StorageError: If the checkpoint cannot be written; nothing is left then.
     """
     final = folder.absolute()
     if final.is_dir() and not any(final.iterdir()):
@@ -329,6 +332,14 @@ def write_standalone(folder: Path, params: Params, card: Json) -> None:
     make_folder(final.parent)
     partial = final.with_name(digests.PARTIAL + uuid.uuid4().hex)
     arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))
-    with storage.orbax_safe_path(final.parent) as parent, ocp.Checkpointer(_composite()) as writer:
-        writer.save(parent / partial.name, args=arrays)
-    _seal(partial, final, {CARD: card})
+    try:
+        with storage.orbax_safe_path(final.parent) as parent:
+            with ocp.Checkpointer(_composite()) as writer:
+                writer.save(parent / partial.name, args=arrays)
+        _seal(partial, final, {CARD: card})
+    except BaseException as error:
+        for left in final.parent.glob(f'{partial.name}*'):  # orbax writes to a longer name first
+            shutil.rmtree(left, ignore_errors=True)
+        if isinstance(error, UserError) or not isinstance(error, Exception):
+            raise
+        raise StorageError(f'{folder}: cannot be written: {format_error(error)}') from error

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import zipfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, get_args
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Params, UserError, plural, raise_all, records, require, tree_names
+from vit_jax.base.npz import open_npz
 from vit_jax.checkpoints import resize
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files
@@ -279,13 +279,13 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
     width = model.num_classes if projects else feature_width(model)
     kind = f'cosine:{width}' if projects else 'cosine'
     with array_files.error_prefix(path):
-        require(zipfile.is_zipfile(path), 'expected a file that numpy.savez wrote')
-    with array_files.error_prefix(path), np.load(path) as file:
-        wrong = f'got the arrays {", ".join(file)}; expected vectors and, optionally, scale, bias'
-        fits = {'vectors'} <= {*file} <= {'vectors', 'class_names', *_NUMBERS}
+        stored = open_npz(path)
+        wrong = f'got the arrays {", ".join(stored)}; expected vectors and, optionally, scale, bias'
+        fits = {'vectors'} <= {*stored} <= {'vectors', 'class_names', *_NUMBERS}
         require(fits, f'{wrong} and class_names')
-        arrays = {name: np.squeeze(file.get(name, value)) for name, value in _NUMBERS.items()}
-        arrays = {'vectors': file['vectors'], **arrays}
+        arrays: dict[str, Any] = {'vectors': stored['vectors'].read()}
+        for name, default in _NUMBERS.items():
+            arrays[name] = np.squeeze(stored[name].read() if name in stored else default)
         arrays = {n: array.astype(np.float32, casting='same_kind') for n, array in arrays.items()}
         for name, array in arrays.items():
             shape = (*array.shape[:1], width) if name == 'vectors' else ()
@@ -294,12 +294,12 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
         require(arrays['scale'] > 0, f'scale: got {arrays["scale"]}; expected a positive number')
         count = len(kernel := arrays.pop('vectors'))
         require(kernel.any(axis=1).all(), 'vectors: got a vector of zeros, which has no direction')
-        names = np.atleast_1d(file['class_names']).tolist() if 'class_names' in file else ()
+        names = stored['class_names'].read() if 'class_names' in stored else np.array([], str)
         card = dataclasses.replace(
             card,
             model=dataclasses.replace(model, num_classes=count, head=kind, head_bias=0.0),
-            class_names=tuple(names),
-            loss='sigmoid' if 'bias' in file else 'softmax',
+            class_names=tuple(map(str, np.atleast_1d(names))),
+            loss='sigmoid' if 'bias' in stored else 'softmax',
         )
     kept = {'projection': {'kernel': params['head']['kernel']}} if projects else {}
     return card, params | {'head': {'kernel': kernel.T, **arrays, **kept}}

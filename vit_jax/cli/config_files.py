@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vit_jax.base import MissingFile, UserError, records, require, usable
+from vit_jax.base.files import Limit, read_file
 from vit_jax.config import TrainConfig, read_config
 
 _PACKAGE = pathlib.Path(__file__).parents[1]  # contains configs/ in an installed package
@@ -68,7 +69,7 @@ def _execute(file: pathlib.Path) -> types.ModuleType:
     sys.modules[module.__name__] = module  # dataclasses and typing look up names there
     sys.path += {str(file.parent.absolute())} - {*sys.path}
     # An import would write bytecode into the folder.
-    code = compile(file.read_bytes(), str(file), 'exec', dont_inherit=True)
+    code = compile(read_file(file, Limit.TEXT_BYTES), str(file), 'exec', dont_inherit=True)
     exec(code, vars(module))
     return module
 
@@ -108,5 +109,5 @@ def _read_json(file: pathlib.Path, kind: type[Any]) -> Any:
     try:
         with usable(file):
             return records.from_dict(kind, read_config(file), where='config')
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f'--config={file}: {error}') from error

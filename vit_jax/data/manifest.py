@@ -9,7 +9,8 @@ import json
 from collections import Counter
 from typing import NamedTuple
 
-from vit_jax.base import Path, plural, storage, usable
+from vit_jax.base import Path, plural, usable, write_bytes
+from vit_jax.base.files import Limit, read_file
 from vit_jax.data.sources.base import Source, make_names_relative
 
 
@@ -88,7 +89,7 @@ def describe_changes(old: Manifest, new: Manifest) -> dict[str, str]:
 def read_manifest(path: Path) -> Manifest:
     """Reads a manifest; returns an empty one if it is missing or damaged."""
     with usable(path):
-        data = path.read_bytes() if path.is_file() else b''
+        data = read_file(path, Limit.TABLE_BYTES) if path.exists() else b''
     try:
         splits = json.loads(gzip.decompress(data))
         return {name: SplitManifest(**split) for name, split in splits.items()}
@@ -99,5 +100,4 @@ def read_manifest(path: Path) -> Manifest:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Writes a manifest."""
     text = json.dumps({name: split._asdict() for name, split in manifest.items()})
-    with storage.atomic_write(path) as partial:
-        partial.write_bytes(gzip.compress(text.encode(), compresslevel=1, mtime=0))
+    write_bytes(path, gzip.compress(text.encode(), compresslevel=1, mtime=0))

@@ -7,12 +7,12 @@ of ILSVRC 2012, which the model must have.
 import csv
 import dataclasses
 import functools
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, require, usable
+from vit_jax.base.files import read_json
 from vit_jax.data import imagenet_classes
 from vit_jax.data.image_decoding import decode
 from vit_jax.data.image_preprocessing import CentralCrop, Resize
@@ -141,7 +141,7 @@ def _open_objectnet(root: pathlib.Path) -> Source:
     names, paths, numbers = imagenet_classes.names(), list[str](), list[list[int]]()
     with usable(folder, 'ObjectNet as it is distributed, with images/ and mappings/'):
         files = 'folder_to_objectnet_label.json', 'objectnet_to_imagenet_1k.json'
-        labels, classes = (json.loads((folder / 'mappings' / f).read_bytes()) for f in files)
+        labels, classes = (read_json(folder / 'mappings' / f) for f in files)
         for name, label in sorted(labels.items()):
             if label in classes:
                 images = image_files(folder / 'images' / name)

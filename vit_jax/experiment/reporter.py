@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vit_jax.base import Path, errors, plural, records, storage, usable
+from vit_jax.base import Path, errors, files, plural, records, storage, usable, write_text
 from vit_jax.base.bucket_lease import GrowingObject
 from vit_jax.config import Writer
 from vit_jax.distributed.processes import Job
@@ -89,7 +89,7 @@ class Reporter:
         first, rewritten = self._steps.start, [*experiment.eval_readers, 'fewshot']
         lines = [
             line
-            for line in storage.read_json_lines(folder / METRICS, kind=str, step=int)
+            for line in files.read_json_lines(folder / METRICS, kind=str, step=int)
             if line['step'] < first or (line['step'] == first and line['kind'] not in rewritten)
         ]
         events = read_events(folder / EVENTS)
@@ -97,8 +97,7 @@ class Reporter:
         self.earlier_seconds = sum_seconds(events)
         for name, values in {METRICS: lines, EVENTS: events}.items():
             with usable(path := folder / name):
-                with storage.atomic_write(path) as partial:
-                    partial.write_text(''.join(json.dumps(value) + '\n' for value in values))
+                write_text(path, ''.join(json.dumps(value) + '\n' for value in values))
                 remote = storage.is_remote(path)
                 self._files[name] = GrowingObject(path) if remote else path.open('a', buffering=1)
         if experiment.config.tensorboard:
@@ -236,7 +235,7 @@ def _to_json(value: Any) -> Any:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Reads the events of a run, oldest first; [] if there is no file."""
-    return storage.read_json_lines(
+    return files.read_json_lines(
         path, run=int, event=str, step=int | None, time=float, seconds=dict
     )
 

@@ -6,6 +6,7 @@ All processes of a run must have the same configuration, code and packages (`col
 import contextlib
 import datetime
 import hashlib
+import logging
 import os
 import pathlib
 import socket
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, NamedTuple
 
 from vit_jax.base import Path, UserError, records, storage, sync, usable
-from vit_jax.base.storage import try_lock as lock_file
+from vit_jax.base.files import open_file, try_lock
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import package_versions
 from vit_jax.checkpoints.store import FOLDER
@@ -112,8 +113,11 @@ def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
     folder.mkdir(parents=True, exist_ok=True)
     for place in new:
         sync(place.parent)
-    with (folder / LOCK).open('a+') as file:
-        if not lock_file(file):
+    with _open_lock(folder / LOCK) as file:
+        if (is_locked := try_lock(file)) is None:
+            text = '%s: file system without locks; start only one run per workdir'
+            logging.warning(text, file.name)
+        if is_locked is False:
             wrong = f'workdir {folder} is used by {_read_holder(file)}'
             raise UserError(f'{wrong}; wait, or use another --workdir')
         file.truncate(0)
@@ -126,8 +130,13 @@ def find_holder(folder: Path) -> str | None:
     """Describes the process that holds a local work directory; None if it is free."""
     if not (folder / LOCK).exists():
         return None
-    with (folder / LOCK).open('a+') as file:
-        return None if lock_file(file) else _read_holder(file)
+    with _open_lock(folder / LOCK) as file:
+        return _read_holder(file) if try_lock(file) is False else None
+
+
+def _open_lock(path: pathlib.Path) -> IO[str]:
+    path.touch()
+    return open_file(path, 'a+', encoding='utf-8')
 
 
 def _read_holder(file: IO[str]) -> str:

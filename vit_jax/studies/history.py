@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import Path, UserError, require, storage, usable
+from vit_jax.base import Path, UserError, files, require, storage, usable
 from vit_jax.config import read_config
 from vit_jax.experiment import reporter, workdirs
 
@@ -43,7 +43,7 @@ def read_history(folder: Path, name: str) -> History:
     metrics, config = folder / workdirs.METRICS, folder / workdirs.CONFIG
     if not metrics.exists() and not config.exists():
         raise UserError(f'{folder}: has no {metrics.name}; expected a work directory')
-    lines = storage.read_json_lines(metrics, kind=str, step=int)
+    lines = files.read_json_lines(metrics, kind=str, step=int)
     values: dict[str, Any] = {}
     if config.exists():
         with usable(config, 'the configuration of a run'):

@@ -7,8 +7,6 @@ files have none.
 import contextlib
 import functools
 import importlib.util
-import io
-import json
 import os
 import pathlib
 import re
@@ -19,7 +17,17 @@ from typing import Any, NamedTuple, TypeVar
 import ml_dtypes  # comes with jax
 import numpy as np
 
-from vit_jax.base import MissingFile, Record, UserError, atomic_write, records, require
+from vit_jax.base import (
+    MissingFile,
+    Record,
+    UserError,
+    atomic_write,
+    files,
+    records,
+    require,
+)
+from vit_jax.base.files import Limit, open_file
+from vit_jax.base.npz import open_npz
 
 R = TypeVar('R', bound=Record)
 # File endings of weights.
@@ -110,15 +118,20 @@ def read_array_file(path: pathlib.Path) -> FileContents:
       UserError: If the file has another type or is damaged; the message starts with the path.
     """
     with error_prefix(path):
-        with path.open('rb') as file:
+        with open_file(path) as file:
             start = file.read(16)
         if start[:2] == b'PK':
-            with zipfile.ZipFile(path) as archive:
+            with open_file(path) as file, zipfile.ZipFile(file) as archive:
                 is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
                 damaged = archive.testzip() if is_torch else None  # torch compares no checksums
             require(damaged is None, f'{damaged}: damaged (wrong checksum); download it again')
-            return FileContents(_torch(path) if is_torch else _npz(path))
+            if is_torch:
+                return FileContents(_torch(path))
+            return FileContents({n: _lazy(n, *array) for n, array in open_npz(path).items()})
         if start[8:9] == b'{':
+            size = int.from_bytes(start[:8], 'little')
+            text = f'a header of {size:,} bytes; expected at most {Limit.HEADER_BYTES:,}'
+            require(size <= Limit.HEADER_BYTES, text)
             return _safetensors(path)
         if start[:1] == b'\x80':  # a pickle, the file format of PyTorch before 1.6
             return FileContents(_torch(path))
@@ -129,7 +142,7 @@ def read_array_file(path: pathlib.Path) -> FileContents:
 def read_json(path: pathlib.Path) -> JsonObject:
     """Reads a JSON object. Raises UserError with a message that starts with the path."""
     with error_prefix(path):
-        return JsonObject(json.loads(path.read_text()), path.name)
+        return JsonObject(files.read_json(path), path.name)
 
 
 def read_descriptions(folder: pathlib.Path) -> dict[str, JsonObject]:
@@ -141,20 +154,17 @@ def read_descriptions(folder: pathlib.Path) -> dict[str, JsonObject]:
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes an npz file."""
-    with atomic_write(path) as partial, partial.open('wb') as file:
+    with atomic_write(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def write_safetensors(
-    path: pathlib.Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]
-) -> None:
-    """Writes a safetensors file."""
-    from safetensors.numpy import save_file
+def to_safetensors(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """Returns the contents of a safetensors file."""
+    from safetensors.numpy import save
 
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    with atomic_write(path) as partial:
-        # `format` tells transformers that these are tensors of a PyTorch model.
-        save_file(arrays, str(partial), metadata={'format': 'pt', **metadata})
+    # `format` tells transformers that these are tensors of a PyTorch model.
+    return save(arrays, {'format': 'pt', **metadata})
 
 
 @contextlib.contextmanager
@@ -172,23 +182,6 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         kind = type(error) if isinstance(error, UserError) else UserError
         raise kind(f'{path}: {lines[0][:300]}') from error
-
-
-def _npz(path: pathlib.Path) -> dict[str, LazyArray]:
-    archive = zipfile.ZipFile(path)
-
-    def read(member: str) -> np.ndarray:  # whole members, so that zipfile compares the checksum
-        array: np.ndarray = np.load(io.BytesIO(archive.read(member)), allow_pickle=False)
-        return array
-
-    arrays = {}
-    for member in archive.namelist():
-        name = member.removesuffix('.npy')
-        with archive.open(member) as file:
-            np.lib.format.read_magic(file)  # version 1.0, except for arrays with named fields
-            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-        arrays[name] = _lazy(name, shape, dtype, functools.partial(read, member))
-    return arrays
 
 
 def _safetensors(path: pathlib.Path) -> FileContents:

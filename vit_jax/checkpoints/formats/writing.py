@@ -10,7 +10,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from vit_jax.base import Params, UserError, make_folder, records, require, tree_names, write_json
+from vit_jax.base import Params, UserError, make_folder, records, require, tree_names
+from vit_jax.base.files import format_json, would_replace, write_together
 from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import array_files, name_map, stablehlo
@@ -55,7 +56,7 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
 def is_free(path: str | os.PathLike[str]) -> bool:
     """Returns whether the path does not exist or is an empty directory."""
     place = pathlib.Path(path)
-    return not any(place.iterdir()) if place.is_dir() else not place.exists()
+    return not any(place.iterdir()) if place.is_dir() else not would_replace(place)
 
 
 def write_checkpoint(
@@ -141,15 +142,15 @@ def _write_arrays(
         return notes
     metadata = {CARD: json.dumps(records.to_dict(card))}
     metadata[LAYOUT] = json.dumps(dataclasses.asdict(layout))
+    contents = dict[pathlib.Path, bytes]()
     if form.file_name:
         ends = *array_files.ENDINGS, array_files.INDEX, digests.FILE
         others = {f.name for f in place.glob('*') if f.name.endswith(ends)} - {form.file_name}
         require(not others, f'{place}: contains {", ".join(sorted(others)[:3])}; remove it first')
         make_folder(place)
-        for name, content in files.items():
-            write_json(place / name, content)
+        contents = {place / name: format_json(content) for name, content in files.items()}
         place = place / form.file_name
-    array_files.write_safetensors(place, arrays, metadata)
+    write_together(contents | {place: array_files.to_safetensors(arrays, metadata)})
     return notes
 
 

@@ -1,19 +1,18 @@
 """Images in memory: arrays, .npz files, scikit-learn's digits."""
 
-import contextlib
 import functools
 import importlib.util
 import pathlib
-import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from vit_jax.base import UserError, require, usable
+from vit_jax.base.npz import StoredArray, open_npz
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source
 
+_ARRAYS = 'an .npz file of arrays without Python objects'
 _MOST_CLASSES = 100_000  # limit without class names; no published data set has more
 
 
@@ -87,37 +86,34 @@ def _digits_splits() -> Splits:
 
 def _npz_splits(path: str) -> Splits:
     """Opens a file of arrays `SPLIT_images`, `SPLIT_labels` and, optionally, `class_names`."""
-    with _open(path) as file:
-        names = [n.removesuffix('_images') for n in file.files if n.endswith('_images')]
-        needed = [f'{name}_labels' for name in names] or ['SPLIT_images']
-        if absent := [name for name in needed if name not in file]:
-            raise UserError(f'{path}: no array {absent[0]!r}; found {", ".join(file.files)}')
-        class_names = _read_class_names(file, names, path)
+    with usable(path, _ARRAYS):
+        arrays = open_npz(path)
+    names = [n.removesuffix('_images') for n in arrays if n.endswith('_images')]
+    needed = [f'{name}_labels' for name in names] or ['SPLIT_images']
+    if absent := [name for name in needed if name not in arrays]:
+        raise UserError(f'{path}: no array {absent[0]!r}; found {", ".join(arrays)}')
+    with usable(path, _ARRAYS):
+        class_names = _read_class_names(arrays, names, path)
 
     def open_split(split: str) -> Source:
-        with _open(path) as file:
-            images, labels = file[f'{split}_images'], file[f'{split}_labels']
+        with usable(path, _ARRAYS):
+            images, labels = (arrays[f'{split}_{kind}'].read() for kind in ('images', 'labels'))
         return array_source(images, labels, class_names, name=f'{path}:{split}')
 
     return {name: functools.partial(open_split, name) for name in names}
 
 
-@contextlib.contextmanager
-def _open(path: str) -> Iterator[Any]:
-    expected = 'an .npz file of arrays without Python objects'
-    with usable(path, expected), zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
-        yield file
-
-
-def _read_class_names(file: Any, splits: Sequence[str], path: str) -> list[str]:
+def _read_class_names(
+    arrays: Mapping[str, StoredArray], splits: Sequence[str], path: str
+) -> list[str]:
     """Returns the array `class_names`, or the class numbers as text if there is none."""
-    if 'class_names' in file:
-        names = file['class_names']
+    if 'class_names' in arrays:
+        names = arrays['class_names'].read()
         actual = f'{path}: class_names are {names.dtype}{list(names.shape)}'
         require(names.ndim == 1 and names.dtype.kind in 'SUiu', f'{actual}; expected strings')
         texts = [n.decode() if isinstance(n, bytes) else str(n) for n in names.tolist()]
         return [text.strip() for text in texts]
-    count = max(_count_classes(file[f'{split}_labels']) for split in splits)
+    count = max(_count_classes(arrays[f'{split}_labels'].read()) for split in splits)
     text = f'{path}: label {count - 1:,}; expected below {_MOST_CLASSES}, or an array class_names'
     require(count <= _MOST_CLASSES, text)
     return [str(number) for number in range(count)]

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import json
 import logging
 import os
 import pathlib
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Int, UserError, plural, require, usable
+from vit_jax.base import Int, UserError, files, plural, require, usable
 from vit_jax.data import imagenet_classes
 
 Label = int | np.integer | np.ndarray  # a class number; if multi-label, a row of 0 and 1
@@ -146,7 +145,7 @@ def multi_hot(classes: Sequence[Sequence[int]], num_classes: int) -> Int[np.ndar
 
 def read_file(path: str | os.PathLike[str]) -> bytes:
     """Reads the bytes of a file."""
-    return pathlib.Path(path).read_bytes()
+    return files.read_file(path, files.Limit.IMAGE_BYTES)
 
 
 def _file_size(path: str | os.PathLike[str]) -> int:
@@ -289,7 +288,7 @@ def replace_labels(source: Source, path: str) -> Source:
         list of class numbers.
     """
     with usable(path, 'a JSON file of labels'):
-        entries = json.loads(pathlib.Path(path).read_bytes())
+        entries = files.read_json(path)
     names = [_as_path(name) for name in source.read_names(range(len(source)))]
     if isinstance(entries, list):
         require(len(names) == len(entries), f'{path}: {len(entries)} items for {len(names)} images')

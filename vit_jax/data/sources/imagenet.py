@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, usable
+from vit_jax.base.files import Limit, open_file, read_file, require_file
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
@@ -73,7 +74,7 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
 
 def _open_train_tar(path: pathlib.Path) -> Source:
     """Opens a tar file that contains a tar file for each class, such as `n01440764.tar`."""
-    with usable(path, _WHOLE), path.open('rb') as file:
+    with usable(path, _WHOLE), open_file(path) as file:
         classes = sorted(_members(file))
         images = [sorted(_members(file, inner.offset)) for inner in classes]
     labels = [label for label, of_class in enumerate(images) for _ in of_class]
@@ -82,7 +83,7 @@ def _open_train_tar(path: pathlib.Path) -> Source:
 
 
 def _open_val_tar(path: pathlib.Path) -> Source:
-    with usable(path, _WHOLE), path.open('rb') as file:
+    with usable(path, _WHOLE), open_file(path) as file:
         members = sorted(_members(file))
     labels, class_names = _val_labels([member.name for member in members], path.parent)
     return _tar_source(path, members, labels, class_names)
@@ -94,6 +95,7 @@ def _tar_source(
     labels: Sequence[int] | np.ndarray,
     class_names: Sequence[str],
 ) -> Source:
+    require_file(path)
     descriptor = os.open(path, os.O_RDONLY)  # shared by threads: `pread` uses no file position
     source = labeled_source(
         members,
@@ -130,7 +132,10 @@ def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, l
 
 def _read_solution(path: pathlib.Path) -> dict[str, str]:
     """Reads Kaggle's labels, with lines `ILSVRC2012_val_00048981,n03995372 85 1 499 272`."""
-    with usable(path, 'columns ImageId and PredictionString'), path.open(newline='') as file:
+    with (
+        usable(path, 'columns ImageId and PredictionString'),
+        open_file(path, 'r', newline='') as file,
+    ):
         rows = csv.DictReader(file)
         return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
 
@@ -142,9 +147,9 @@ def _read_kit(path: pathlib.Path) -> dict[str, str]:
     names = 'ILSVRC2012_validation_ground_truth.txt', 'meta.mat'
     with usable(path, f'undamaged files {names[0]} and {names[1]}'):
         if path.is_dir():
-            truth, table = ((path / 'data' / name).read_bytes() for name in names)
+            truth, table = (read_file(path / 'data' / name, Limit.TABLE_BYTES) for name in names)
         else:
-            with tarfile.open(path) as tar:
+            with open_file(path) as opened, tarfile.open(fileobj=opened) as tar:
                 files = [tar.extractfile(f'{KIT}/data/{name}') for name in names]
                 truth, table = (file.read() if file else b'' for file in files)
         synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']

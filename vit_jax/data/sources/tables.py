@@ -9,7 +9,6 @@ semicolons or tabs as separators, as spreadsheets do in some countries.
 import csv
 import functools
 import io
-import json
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, raise_all, require, usable
+from vit_jax.base.files import Limit, parse_json, read_text
 from vit_jax.data.sources.base import (
     Source,
     SourceKind,
@@ -44,7 +44,7 @@ def open_splits(path: str) -> Splits:
     """
     file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
     with usable(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
-        text = file.read_text('utf-8-sig')
+        text = read_text(file, Limit.TABLE_BYTES)
     for line, values in _read_csv(text) if file.suffix == '.csv' else _read_jsonl(text):
         try:
             rows.append(_parse_row(values, line))
@@ -112,7 +112,7 @@ def _read_jsonl(text: str) -> Iterator[_Line]:
     for number, line in enumerate(io.StringIO(text, newline=None), 1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield number, parse_json(line)
             except ValueError as error:
                 yield number, UserError(f'not JSON ({error})')
 

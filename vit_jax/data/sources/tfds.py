@@ -17,6 +17,7 @@ import google_crc32c
 import numpy as np
 
 from vit_jax.base import Int, UserError, records, usable
+from vit_jax.base.files import open_file, require_file
 from vit_jax.data.sources.base import EncodedImage, Label, Source, SourceKind, Splits, multi_hot
 
 _PREFIX, INFO = 'tfds:', 'dataset_info.json'
@@ -174,7 +175,7 @@ def _preferred(column: str, columns: Sequence[str]) -> str | None:
 
 def _checksum_end(path: str | os.PathLike[str]) -> int:
     """Returns a checksum of the end of an ArrayRecord file, which has the offsets of records."""
-    with open(path, 'rb') as file:
+    with open_file(path) as file:
         file.seek(-min(file.seek(0, os.SEEK_END), 65_536), os.SEEK_END)
         return zlib.crc32(file.read())
 
@@ -190,6 +191,8 @@ def read_tfrecords(
     Raises:
       UserError: If a checksum is wrong or a file ends early. The message names file and offset.
     """
+    for path in paths:
+        require_file(path)
     files = [os.open(path, os.O_RDONLY) for path in paths]  # shared by threads, read with `pread`
     rows = (
         (number, *record)

@@ -1,0 +1,279 @@
+"""Reads and writes files: the only code that opens a path of the user.
+
+A file is replaced at once when its new contents are complete (`atomic_write`). Pipes and devices
+are rejected as inputs, because they may block or never end (`open_file`). `Limit` bounds what is
+read, so that a wrong file cannot fill the memory.
+"""
+
+import contextlib
+import enum
+import errno
+import io
+import json
+import logging
+import os
+import pathlib
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+from etils import epath
+
+from vit_jax.base.storage import NOT_SUPPORTED, Path, is_remote, sync, usable
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_PARTIAL = '.partial'  # suffix of a file that is being written
+_DESCRIPTORS = re.compile('/dev/fd|/proc/.*/fd')  # folders whose entries are open files
+
+
+class Limit(enum.IntEnum):
+    """The largest inputs that are read; the largest real ones are a tenth of these or smaller."""
+
+    IMAGE_BYTES = 2**30
+    JSON_BYTES = 2**26  # an index of shards of a model has 0.1 MB, labels of ImageNet have 1 MB
+    TABLE_BYTES = 2**32  # a line of a table has about 60 bytes
+    TEXT_BYTES = 2**26  # a file of class names
+    HEADER_BYTES = 2**24  # of a safetensors file; 160,000 arrays
+    MODEL_SIDE = 2**14  # pixels of a side of the images that a checkpoint's processor produces
+    RESIZED_PIXELS = 2**28  # pixels of an image that is resized before it is cropped
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Yields a binary file whose contents replace `path` if no error is raised.
+
+    On a disk, contents are written to a file with a unique name in the same folder, synced, and
+    renamed. If `path` is a link to a file, the file that it names is replaced. Pipes, terminals,
+    devices, and links to open files, such as /dev/stdout, are written directly.
+
+    Raises:
+      StorageError or MissingFile: If the file cannot be written; the message starts with `path`.
+    """
+    if is_remote(path):
+        contents = io.BytesIO()
+        yield contents
+        with usable(path):
+            path.write_bytes(contents.getvalue())
+        return
+    with usable(path):
+        if is_special(path):
+            with _open_special(path) as file:
+                yield file
+            return
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(path)  # raises OSError for a loop of links
+        target = os.path.realpath(path)
+        try:
+            _remove_abandoned(target)
+            with _create_partial(target) as file:
+                yield file
+                file.flush()
+                sync(pathlib.Path(file.name))
+                os.replace(file.name, target)
+            sync(pathlib.Path(target).parent)
+        except OSError as error:
+            if str(error.filename).endswith(_PARTIAL):  # the user knows only the target
+                error.filename = os.fspath(path)
+            raise
+
+
+def is_special(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is a pipe, a terminal, a device or a link to an open file."""
+    is_other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    return is_other or _find_descriptor(path) is not None
+
+
+def would_replace(path: str | os.PathLike[str]) -> bool:
+    """Returns whether writing this path would replace something that exists."""
+    return os.path.lexists(path) and not is_special(path)
+
+
+def _find_descriptor(path: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """Follows links until one is an entry of /proc/PID/fd; returns this folder and the entry."""
+    place = os.path.abspath(path)
+    for _ in range(40):  # the limit of Linux
+        folder, name = os.path.realpath(os.path.dirname(place)), os.path.basename(place)
+        if _DESCRIPTORS.fullmatch(folder):
+            return folder, name
+        if not os.path.islink(place):
+            return None
+        place = os.path.join(folder, os.readlink(place))
+    return None
+
+
+def _open_special(path: Path) -> IO[bytes]:
+    """Opens a pipe, device or open file for writing, without truncating it."""
+    folder, name = _find_descriptor(path) or ('', '')
+    if folder in ('/dev/fd', f'/proc/{os.getpid()}/fd'):
+        print(end='', flush=True)
+        return os.fdopen(os.dup(int(name)), 'wb')  # shares the position in the file
+    return open(path, 'ab')  # noqa: SIM115
+
+
+@contextlib.contextmanager
+def _create_partial(target: str) -> Iterator[IO[bytes]]:
+    """Creates and locks a file next to the target; removes it unless it has been renamed."""
+    while True:
+        file = open(f'{_partial_prefix(target)}{secrets.token_hex(4)}{_PARTIAL}', 'xb')
+        if try_lock(file) is not False and os.fstat(file.fileno()).st_nlink:
+            break
+        file.close()  # another writer has removed it as abandoned before it was locked
+    try:
+        with file:
+            yield file
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file.name)
+
+
+def _partial_prefix(target: str) -> str:
+    folder, name = os.path.split(target)
+    return os.path.join(folder, os.fsdecode(os.fsencode(name)[:200]) + '.')  # names have 255 bytes
+
+
+def _remove_abandoned(target: str) -> None:
+    """Removes partial files of this target that no process has locked: their writers were killed.
+
+    Removes none on file systems without locks, where the writers may be running.
+    """
+    prefix = _partial_prefix(target)
+    pattern = re.compile(re.escape(prefix) + '[0-9a-f]{8}' + re.escape(_PARTIAL))
+    paths = list[pathlib.Path]()
+    with contextlib.suppress(OSError):  # creating the file will report it
+        paths += pathlib.Path(target).parent.iterdir()
+    for path in paths:
+        if pattern.fullmatch(str(path)):
+            with contextlib.suppress(OSError), open_file(path, 'r+b') as file:
+                if try_lock(file):
+                    path.unlink()
+
+
+def try_lock(file: IO[Any]) -> bool | None:
+    """Tries to lock a file until it is closed; returns False if another process has locked it.
+
+    Returns None if the file system does not support locks.
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        return None
+    return True
+
+
+def write_bytes(path: Path, contents: bytes) -> None:
+    """Writes a file of these bytes, atomically."""
+    with atomic_write(path) as file:
+        file.write(contents)
+
+
+def write_together(contents: Mapping[pathlib.Path, bytes]) -> None:
+    """Writes several files, or none of them if there is no room for all."""
+    with contextlib.ExitStack() as stack:
+        opened = {path: stack.enter_context(atomic_write(path)) for path in contents}
+        for path, file in opened.items():
+            with usable(path):
+                file.write(contents[path])
+                file.flush()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text file in UTF-8, atomically."""
+    write_bytes(path, text.encode('utf-8', 'surrogateescape'))
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Writes values as indented JSON, atomically."""
+    write_bytes(path, format_json(values))
+
+
+def format_json(values: Any) -> bytes:
+    """Formats values as indented JSON."""
+    return (json.dumps(values, indent=2) + '\n').encode()
+
+
+def open_file(path: str | os.PathLike[str], mode: str = 'rb', **options: Any) -> IO[Any]:
+    """Opens a file without waiting for it; `options` are passed to `open`.
+
+    Raises OSError, also for a folder, a pipe or a device; `usable` shows its text to the user.
+    """
+    require_file(path)
+    options = ({} if 'b' in mode else {'encoding': 'utf-8-sig'}) | options
+    return open(path, mode, opener=_open_without_waiting, **options)
+
+
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Raises OSError unless a path is a file or a link to a file."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, 'a pipe or device; expected a file', os.fspath(path))
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    # Reading some files in /proc would wait for the next event.
+    return os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
+
+
+def read_file(path: Path | str, limit: int) -> bytes:
+    """Reads a file of at most `limit` bytes. Raises OSError, also for larger files."""
+    if is_remote(path):
+        return epath.Path(path).read_bytes()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        # Files in /proc have the size 0, and reading returns None if they have no data yet.
+        contents = file.read(min(size or limit, limit) + 1) or b''
+    if size > limit or len(contents) > limit:
+        text = f'{max(size, len(contents)):,} bytes; expected at most {limit:,}'
+        raise OSError(errno.EFBIG, text, os.fspath(path))
+    return contents
+
+
+def read_text(path: Path | str, limit: int = Limit.TEXT_BYTES) -> str:
+    """Reads a file of text in UTF-8, with or without a byte order mark."""
+    return read_file(path, limit).decode('utf-8-sig')
+
+
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Parses JSON in UTF-8. Raises ValueError, also for JSON that is nested too deeply."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError('JSON that is nested too deeply') from error
+
+
+def read_json(path: Path | str, **options: Any) -> Any:
+    """Reads a JSON file. Raises OSError or ValueError if it cannot be read."""
+    return parse_json(read_file(path, Limit.JSON_BYTES), **options)
+
+
+def read_json_lines(path: Path, **fields: Any) -> list[dict[str, Any]]:
+    """Returns the lines of a file that are JSON objects with these fields of these types.
+
+    Returns an empty list if the file does not exist. Other lines are skipped with a warning,
+    except the last one, which a killed run may have written in part.
+    """
+    with usable(path):
+        texts = read_file(path, Limit.TABLE_BYTES).splitlines() if path.exists() else []
+    lines = []
+    for number, text in enumerate(texts, 1):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            line = parse_json(text)
+            if all(isinstance(line[name], kind) for name, kind in fields.items()):
+                lines.append(line)
+                continue
+        if number < len(texts):
+            logging.warning('%s, line %d: ignored, because it is damaged', path, number)
+    return lines

@@ -1,0 +1,64 @@
+"""Reads npz files array by array, without executing code and without trusting declared sizes."""
+
+import functools
+import io
+import math
+import os
+import zipfile
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from vit_jax.base.files import open_file
+
+_MAX_DEFLATE_RATIO = 1100  # 1032 is possible
+
+
+class StoredArray(NamedTuple):
+    """An array in a file: shape, type, and a function that reads it and checks its checksum."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+
+def open_npz(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+    """Reads the shapes and types of the arrays in an npz file, by name.
+
+    Raises:
+      OSError: If the file cannot be opened.
+      ValueError: If an array contains Python objects, or has another size than its header says.
+      zipfile.BadZipFile and others: If the file is damaged or of another kind.
+    """
+    file = open_file(path)
+    archive, arrays = zipfile.ZipFile(file), dict[str, StoredArray]()
+    in_file = os.fstat(file.fileno()).st_size
+    for member in archive.infolist():
+        name = member.filename.removesuffix('.npy')
+        is_plain = member.compress_type == zipfile.ZIP_STORED
+        most = min(member.compress_size, in_file) * (1 if is_plain else _MAX_DEFLATE_RATIO)
+        text = f'{name}: declares {member.file_size:,} bytes; the file contains at most {most:,}'
+        _require(member.file_size <= most, text)
+        with archive.open(member) as opened:
+            version = np.lib.format.read_magic(opened)
+            # numpy writes 1.0, except for arrays with many named fields.
+            _require(version == (1, 0), f'{name}: version {version} of npy; expected (1, 0)')
+            shape, _, dtype = np.lib.format.read_array_header_1_0(opened)
+            size = opened.tell() + math.prod(shape) * dtype.itemsize
+        _require(not dtype.hasobject, f'{name}: contains Python objects; expected numbers or text')
+        text = f'{name}: has {member.file_size:,} bytes; expected {size:,}, as its header says'
+        _require(member.file_size == size, text)
+        arrays[name] = StoredArray(shape, dtype, functools.partial(_read, archive, member))
+    return arrays
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise ValueError(text)
+
+
+def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    contents = archive.read(member)  # the whole member, so that zipfile compares the checksum
+    array: np.ndarray = np.load(io.BytesIO(contents), allow_pickle=False)
+    return array

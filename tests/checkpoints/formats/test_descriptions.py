@@ -14,6 +14,7 @@ from tests import reference, tiny
 from tests.networks import contents, loaded
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.formats import huggingface, timm
+from vit_jax.checkpoints.formats.array_files import JsonObject
 
 NAN = float('nan')
 CONFIG, PROCESSOR, OPEN_CLIP = 'config.json', 'preprocessor_config.json', 'open_clip_config.json'
@@ -46,7 +47,8 @@ WRONG = {
         ({'quantization_config': {'bits': 4}}, 'quantization_config'),
         ({'model_type': None}, 'model_type'),
         ({'qkv_bias': False}, 'key.bias'),
-        ({'id2label': {'10': 'a'}}, 'class_names'),
+        ({'id2label': {'10': 'a'}}, 'id2label.*10.* unexpected'),
+        ({'id2label': {'3': None}}, 'id2label.*None.*3'),
     ],
     ('hf', PROCESSOR): [
         ({'image_mean': [0.5, NAN, 0.5]}, f'{PROCESSOR}.image_mean'),
@@ -167,6 +169,24 @@ def test_a_key_that_nobody_knows_is_rejected_by_file_and_name(name, file, root):
             vit_jax.load(path.parent)
         del values['mystery']
     path.write_text(original)
+
+
+@pytest.mark.parametrize(
+    'id2label',
+    [
+        {'1': 'a', '2': 'b', '3': 'c'},
+        {'0': 'a', '2': 'b'},
+        {'a': 0, 'b': 1, 'c': 2},
+        {'0': 'a', '1': None, '2': 'c'},
+        {'0': 'a', '1': ['b'], '2': 'c'},
+        {'00': 'a', '01': 'b', '02': 'c'},
+    ],
+)
+def test_class_names_with_other_numbers_are_rejected(id2label):
+    described = JsonObject({'id2label': {'0': 'a', '1': 7, '2': 'c'}}, CONFIG)
+    assert huggingface._class_names(described, 3) == ('a', '7', 'c')
+    with pytest.raises(UserError, match='id2label'):
+        huggingface._class_names(JsonObject({'id2label': id2label}, CONFIG), 3)
 
 
 def test_older_names_and_forms_of_transformers_mean_the_same(root, tmp_path):

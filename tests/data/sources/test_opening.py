@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 from vit_jax.base.errors import UserError
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Resize
-from vit_jax.data.sources import folders, opening
+from vit_jax.data.sources import base, folders, opening
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.base import sort_class_names
 
@@ -94,6 +94,39 @@ def other_classes(split):
 def test_data_and_splits_that_do_not_exist_are_named(data, split, name):
     with pytest.raises(UserError, match=name):
         opening.make_opener()(data, split)
+
+
+@pytest.mark.parametrize(
+    'names',
+    [
+        ('cat', 'Cat'),
+        ('caf\u00e9', 'cafe\u0301'),
+        ('cat', 'cat\u200b'),
+        ('a b', 'a  b'),
+        ('1', '01'),
+        ('1', '1.0'),
+        ('true', '1'),
+        ('\uff11', '1'),
+    ],
+)
+def test_classes_whose_names_look_alike_are_named(names, root, tmp_path, caplog):
+    base.warn_once.cache_clear()
+    images = (root / 'train').rglob('*.png')
+    lines = [f'{path},{name}' for path, name in zip(images, [*names, 'dog'], strict=False)]
+    (tmp_path / 't.csv').write_text('\n'.join(['path,label', *lines]))
+    source = opening.make_opener()(str(tmp_path / 't.csv'), 'all')
+    assert len(source.class_names) == 3
+    (warning,) = caplog.messages
+    assert all(ascii(name) in warning for name in names) and 'dog' not in warning
+
+
+def test_the_other_spelling_of_a_class_in_another_split_is_shown(tmp_path):
+    for split, name in ('train', 'caf\u00e9'), ('test', 'cafe\u0301'):
+        for folder in name, 'dog':
+            write_image(tmp_path / split / folder / '0.png')
+    with pytest.raises(UserError) as rejected:
+        opening.make_opener()(str(tmp_path), 'train')
+    assert ascii('caf\u00e9') in str(rejected.value) and ascii('cafe\u0301') in str(rejected.value)
 
 
 def test_every_fault_of_the_folders_is_named(root):

@@ -88,6 +88,19 @@ def test_white_space_and_other_columns_are_ignored(images, tmp_path):
 
 FAULTS = {  # the wrong lines of each table, by their numbers
     'columns.csv': ('image,label', [1]),
+    'twice.csv': ('path,label,label\na,b,c', [1]),
+    'case.csv': ('path,Label,label \na,b,c', [1]),
+    'splits.csv': ('path,label,split,SPLIT\na,b,c,d', [1]),
+    'paths.csv': ('path,label, Path\na,b,c', [1]),
+    'keys.jsonl': (
+        '{"path": "a", "label": "b"}\n{"path": "a", "label": "b", "label": "c"}\n' + '[' * 10**5,
+        [2, 3],
+    ),
+    'paths.jsonl': (
+        '{"path": "im/a", "label": "b"}\n{"path": "./im/a", "label": "c"}\n'
+        '{"path": "im//a", "label": "b"}\n{"path": "im/../im/a", "label": "c"}',
+        [2, 4],
+    ),
     'both.csv': ('path,label,labels\na,b,c', [1]),
     'nothing.csv': ('', [1]),
     'lines.csv': ('path,label\na,cat\nb\nc,\n,cat\nd,cat, tabby\na,dog', [3, 4, 5, 6, 7]),

@@ -1,5 +1,7 @@
 """Data sets of TFDS in both of its formats, made here."""
 
+import io
+import json
 import pathlib
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import cv2
 import numpy as np
 import pytest
+from PIL import Image
 
 tfds_sets = pytest.importorskip('tests.tfds_sets', reason='tensorflow-datasets is not installed')
 
@@ -100,6 +103,30 @@ def test_several_labels_are_rows_and_other_numbers_are_rejected(tmp_path):
     ):
         with pytest.raises(UserError, match=name):
             labels_of(f'{value}', [value], columns)
+
+
+def test_images_of_floats_are_those_of_tfds(tmp_path):
+    """TFDS stores a float32 image as the PNG of its bytes, in four channels."""
+    ramp = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8, 1)
+    images = {'train': ramp, 'high': 2 * ramp, 'low': -ramp, 'nan': ramp * np.nan}
+    splits = {}
+    for split, image in images.items():
+        Image.fromarray(image.view(np.uint8).reshape(8, 8, 4)).save(file := io.BytesIO(), 'PNG')
+        splits[split] = [(file.getvalue(), 0)]
+    library = pytest.importorskip('tensorflow_datasets')
+    feature = library.features.Image(shape=(8, 8, 4))
+    root = tfds_sets.array_record(tmp_path, splits, CLASSES, features={'image': feature})
+    described = json.loads((root / 'features.json').read_text())
+    kind = {'shape': {'dimensions': ['8', '8', '1']}, 'dtype': 'float32', 'encodingFormat': 'png'}
+    described['featuresDict']['features']['image']['image'] = kind
+    (root / 'features.json').write_text(json.dumps(described))
+    stored = library.builder_from_directory(str(root)).as_data_source('train')[0]['image']
+    np.testing.assert_array_equal(stored, ramp)
+    image, _ = opening.make_opener()(str(root), 'train').read(0)
+    np.testing.assert_array_equal(image, np.rint(255 * ramp[..., 0]))
+    for split in 'high', 'low', 'nan':
+        with pytest.raises(UserError, match='float32 pixels from .*; expected 0 to 1'):
+            opening.make_opener()(str(root), split).read(0)
 
 
 @pytest.mark.gate

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vit_jax.base import Record, require, tree_names
+from vit_jax.base import Record, UserError, require, tree_names
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, huggingface_processor, inference, name_map
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
@@ -344,7 +344,14 @@ def _build_config(
 def _class_names(described: JsonObject, count: int | None) -> tuple[str, ...]:
     """Returns the names in `id2label`, unless they are the placeholders LABEL_0, LABEL_1, ..."""
     labels = described.part('id2label') if count else {}
-    names = tuple(str(labels[number]) for number in sorted(labels, key=int))
+    keys = [*map(str, range(count or 0))] if labels else []
+    for key in sorted({*labels} ^ {*keys})[:1]:
+        state = 'unexpected' if key in labels else 'missing'
+        raise UserError(f'id2label: the key {key!r} is {state}; expected "0" to "{len(keys) - 1}"')
+    for key, name in labels.items():
+        is_name = isinstance(name, str | int) and not isinstance(name, bool)
+        require(is_name, f'id2label: got {name!r} for {key!r}; expected the name of a class')
+    names = tuple(str(labels[key]) for key in keys)
     return () if names == tuple(f'LABEL_{i}' for i in range(count or 0)) else names
 
 

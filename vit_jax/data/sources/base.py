@@ -6,6 +6,7 @@ labels with the labels of a JSON file (ReaL, Beyer et al. 2020) or with class nu
 
 import collections
 import dataclasses
+import fractions
 import functools
 import itertools
 import logging
@@ -247,6 +248,25 @@ def sort_class_names(names: Iterable[str]) -> list[str]:
 def canonicalize_name(name: str) -> str:
     """Normalizes case, Unicode form and white space of a name, for comparisons."""
     return ' '.join(unicodedata.normalize('NFKC', name).casefold().split())
+
+
+def warn_of_similar_classes(class_names: Sequence[str], data: str) -> None:
+    """Logs a warning if the names of classes look alike, such as `cat` and `Cat`."""
+    groups = dict[str, list[str]]()
+    for name in dict.fromkeys(class_names):
+        groups.setdefault(normalize_look(name), []).append(name)
+    pairs = [group for group in groups.values() if len(group) > 1]
+    if pairs:
+        names = ' and '.join(map(ascii, pairs[0]))
+        more = f' ({len(pairs) - 1:,} more such classes)' if len(pairs) > 1 else ''
+        warn_once(f'{data}: {names} are different classes, but their names look alike{more}')
+
+
+def normalize_look(name: str) -> str:
+    """Normalizes what a reader may overlook in a name: case, invisible letters, `01`, `true`."""
+    text = ''.join(c for c in canonicalize_name(name) if unicodedata.category(c) != 'Cf')
+    text = {'true': '1', 'false': '0'}.get(text, text)
+    return str(fractions.Fraction(text)) if _NUMBER.fullmatch(text) else text
 
 
 def match_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:

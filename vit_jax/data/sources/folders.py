@@ -14,6 +14,7 @@ from vit_jax.data.sources.base import (
     Splits,
     canonicalize_name,
     labeled_source,
+    normalize_look,
     shuffle_once,
     sort_class_names,
     warn_once,
@@ -47,7 +48,9 @@ def open_splits(root: str) -> Splits:
             shared = {*map(canonicalize_name, names)} & {*map(canonicalize_name, other_names)}
             for name in sorted(names ^ other_names) if shared else ():
                 has, lacks = (split, other) if name in names else (other, split)
-                faults.append(f'{path}: class {name!r} is in {has}/ but not in {lacks}/')
+                text = f'{path}: class {name!r} is in {has}/ but not in {lacks}/'
+                similar = [n for n in classes[lacks] if normalize_look(n) == normalize_look(name)]
+                faults.append(f'{text}, which has {similar[0]!a}' if similar else text)
         return files_by_class(folders[split], faults)
 
     return {split: functools.partial(open_split, split) for split in folders}

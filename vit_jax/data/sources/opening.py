@@ -25,6 +25,7 @@ from vit_jax.data.sources.base import (
     replace_labels,
     select,
     take_split,
+    warn_of_similar_classes,
     warn_once,
 )
 
@@ -101,6 +102,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
     ) -> Source:
         name, request = records.text_of(data), split
         source = take_split(split, functools.partial(open_whole, data, labels), of=name)
+        warn_of_similar_classes(source.class_names, name)
         if labels is not None:  # after slicing, so that a slice has the same images with any labels
             source, request = drop_unlabeled(source), f'{split} with {labels}'
         for class_name in classes:

@@ -9,6 +9,7 @@ semicolons or tabs as separators, as spreadsheets do in some countries.
 import csv
 import functools
 import io
+import os
 import pathlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -74,7 +75,7 @@ def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
     with_split, faults = any(row.split for row in rows), list[str]()
     first = dict[str, _Row]()
     for row in rows:
-        where, other = f'{path}, line {row.line}', first.setdefault(row.path, row)
+        where, other = f'{path}, line {row.line}', first.setdefault(os.path.normpath(row.path), row)
         if row.multi_label != rows[0].multi_label:
             faults.append(f'{where}: mixes `label` and `labels`; expected the same on all lines')
         elif with_split and not row.split:
@@ -85,6 +86,7 @@ def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
     return faults
 
 
+_COLUMNS = 'path', 'label', 'labels', 'split'  # other columns are ignored
 _Line = tuple[int, Any]  # the line number, and the values of the line or a UserError
 _SURPLUS = 'more fields than columns; put fields that contain the separator in quotes'
 
@@ -94,8 +96,14 @@ def _read_csv(text: str) -> Iterator[_Line]:
     delimiter = next((d for d in ',;\t' if d in head), ',')  # spreadsheets write all three
     reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter)
     try:
-        reader.fieldnames = [name.strip().casefold() for name in reader.fieldnames or ()]
+        written = [name.strip() for name in reader.fieldnames or ()]
+        reader.fieldnames = [name.casefold() for name in written]
         _require_columns(reader.fieldnames)
+        for name in _COLUMNS:
+            same = [repr(each) for each in written if each.casefold() == name]
+            require(
+                len(same) < 2, f'the columns {" and ".join(same)} are both {name}; expected one'
+            )
         for cells in reader:
             surplus = cells.pop(None, ())
             values: dict[str, Any] = {name: v for name, v in cells.items() if v is not None}
@@ -112,9 +120,19 @@ def _read_jsonl(text: str) -> Iterator[_Line]:
     for number, line in enumerate(io.StringIO(text, newline=None), 1):
         if line.strip():
             try:
-                yield number, parse_json(line)
+                yield number, parse_json(line, object_pairs_hook=_to_unique)
+            except UserError as error:
+                yield number, error
             except ValueError as error:
                 yield number, UserError(f'not JSON ({error})')
+
+
+def _to_unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the values of a JSON object by key. Raises UserError if a key is repeated."""
+    keys = [key for key, _ in pairs]
+    repeated = next((key for key in keys if keys.count(key) > 1), '')
+    require(len({*keys}) == len(keys), f'the key {repeated!r} is given twice; expected it once')
+    return dict(pairs)
 
 
 def _require_columns(names: Collection[str]) -> None:

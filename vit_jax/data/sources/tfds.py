@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
-from vit_jax.base import Int, UserError, records, usable
+from vit_jax.base import Int, UInt8, UserError, records, require, usable
 from vit_jax.base.files import open_file, require_file
+from vit_jax.data.image_decoding import open_with_pillow, read_header
 from vit_jax.data.sources.base import EncodedImage, Label, Source, SourceKind, Splits, multi_hot
 
 _PREFIX, INFO = 'tfds:', 'dataset_info.json'
@@ -109,7 +110,8 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
 
         name = f'tfds:{info.full_name}/{split}'
         image, labels = _find_columns(info.features, images, name, label)
-        read = functools.partial(_read_image, read_example, image, labels, name)
+        is_float = info.features[image].np_dtype == np.float32
+        read = functools.partial(_read_image, read_example, image, labels, name, is_float)
         return Source(
             count=len(crcs),
             class_names=labels.class_names,
@@ -131,6 +133,7 @@ def _read_image(
     image_column: str,
     labels: LabelReader,
     split: str,
+    is_float: bool,
     index: int,
 ) -> tuple[EncodedImage, Label]:
     try:
@@ -140,12 +143,28 @@ def _read_image(
     image, label = example[image_column], labels.read(example)
     if image is None or label is None:
         raise UserError('damaged: the record lacks an image or a label')
+    image = _to_gray(image) if is_float else image
     numbers, num_classes = np.atleast_1d(np.asarray(label, int)), len(labels.class_names)
     for number in numbers[(numbers < 0) | (numbers >= num_classes)]:
         raise UserError(f'label {number}; expected 0 to {num_classes - 1}; is {split} unlabeled?')
     if labels.multi_label:
         return image, multi_hot([numbers.tolist()], num_classes)[0]
     return image, int(numbers[0])
+
+
+def _to_gray(stored: bytes) -> UInt8[np.ndarray, 'h w']:
+    """Converts a float32 image, which TFDS stores as a PNG of its bytes in four channels.
+
+    Raises UserError if the values are not between 0 and 1.
+    """
+    read_header(stored)  # bounds the number of pixels
+    channels = np.asarray(open_with_pillow(stored))
+    right = 'expected the PNG of a float32 image, with four channels'
+    require(channels.dtype == np.uint8 and channels.shape[2:] == (4,), right)
+    values = channels.view('<f4')[..., 0]
+    low, high = values.min(), values.max()
+    require(0 <= low and high <= 1, f'float32 pixels from {low:g} to {high:g}; expected 0 to 1')
+    return np.rint(255 * values).astype(np.uint8)
 
 
 def _find_columns(

@@ -21,7 +21,7 @@ from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
 from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.transfer import has_trained_head, head_params
-from vit_jax.data.image_decoding import decode, to_rgb
+from vit_jax.data.image_decoding import decode, decode_pillow
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.data.sources.base import match_names, read_file
 from vit_jax.distributed import meshes
@@ -477,7 +477,7 @@ def _decode_image(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 
     if isinstance(image, bytes):
         return decode(image, exif_rotation=exif_rotation)
     if isinstance(image, Image.Image):
-        return to_rgb(image, exif_rotation=exif_rotation)
+        return decode_pillow(image, exif_rotation=exif_rotation)
     is_array = isinstance(image, np.ndarray | jax.Array)
     kind = f'{image.dtype}{list(image.shape)}' if is_array else type(image).__name__
     fits = is_array and image.dtype == np.uint8 and image.size > 0

@@ -1,5 +1,7 @@
 import io
+import struct
 import typing
+import zlib
 
 import cv2
 import numpy as np
@@ -54,14 +56,16 @@ def test_each_door_gives_the_stored_color_whatever_the_transparency(kind, option
     expected = np.full((8, 8, 3), (200, 100, 50)) if kind == 'GIF' else PHOTO
     np.testing.assert_array_equal(decoded(stored), expected)
     opened = Image.open(io.BytesIO(stored))
-    np.testing.assert_array_equal(image_decoding.to_rgb(opened, exif_rotation=True), expected)
+    np.testing.assert_array_equal(
+        image_decoding.decode_pillow(opened, exif_rotation=True), expected
+    )
 
 
 @pytest.mark.parametrize('kind', ['PNG', 'TIFF', 'JPEG2000'])
 def test_16_bits_are_the_high_byte_through_each_door(kind):
     stored = encoded(Image.fromarray((PHOTO[..., 0].astype(np.uint16) << 8) + 200), kind)
     opened = Image.open(io.BytesIO(stored))
-    for found in decoded(stored), image_decoding.to_rgb(opened, exif_rotation=True):
+    for found in decoded(stored), image_decoding.decode_pillow(opened, exif_rotation=True):
         np.testing.assert_array_equal(found, np.repeat(PHOTO[..., :1], 3, axis=-1))
 
 
@@ -73,7 +77,7 @@ def test_the_largest_value_of_a_ppm_is_white_through_each_door(most, channels):
     stored = b'P%d 3 1 %d\n' % (5 if channels == 1 else 6, most) + values.tobytes()
     expected = np.array([0, most // 2 / most * 255, 255])[:, None].repeat(3, axis=1)
     opened = Image.open(io.BytesIO(stored))
-    for found in decoded(stored), image_decoding.to_rgb(opened, exif_rotation=True):
+    for found in decoded(stored), image_decoding.decode_pillow(opened, exif_rotation=True):
         np.testing.assert_allclose(found[0], expected, atol=1)  # rounded
 
 
@@ -91,9 +95,166 @@ def test_each_door_turns_an_image_or_leaves_it(kind, orientation):
     moved |= {1: pixels, 7: pixels[::-1, ::-1].swapaxes(0, 1)}
     for upright, expected in (True, moved[orientation]), (False, pixels):
         opened = Image.open(io.BytesIO(turned))
-        found = decoded(turned, upright), image_decoding.to_rgb(opened, exif_rotation=upright)
+        found = (
+            decoded(turned, upright),
+            image_decoding.decode_pillow(opened, exif_rotation=upright),
+        )
         for each in found:
             np.testing.assert_array_equal(each, expected)
+
+
+def exif_of(kind='H', order='<', prefix=b'Exif\0\0'):
+    """Returns EXIF that holds the orientation 6 as BYTE (B), SHORT (H), LONG (I) or ASCII (s)."""
+    value = struct.pack(order + kind, b'6' if kind == 's' else 6).ljust(4, b'\0')
+    entry = struct.pack(f'{order}HHI', 0x0112, {'B': 1, 's': 2, 'H': 3, 'I': 4}[kind], 1) + value
+    start = struct.pack(f'{order}2sHI', b'II' if order == '<' else b'MM', 42, 8)
+    return prefix + start + struct.pack(f'{order}H', 1) + entry + bytes(4)
+
+
+def xmp_of(text):
+    return b'<x:xmpmeta><rdf:Description ' + text + b'</rdf:Description></x:xmpmeta>'
+
+
+def with_segments(*segments):
+    """Returns a JPEG with these segments of APP1, or other markers, after its start."""
+    stored = encoded(Image.fromarray(PHOTO), 'JPEG', quality=95)
+    marked = [(0xE1, each) if isinstance(each, bytes) else each for each in segments]
+    parts = [struct.pack('>BBH', 255, m, len(data) + 2) + data for m, data in marked]
+    return stored[:2] + b''.join(parts) + stored[2:]
+
+
+def chunk(kind, data):
+    return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+
+
+def with_chunks(*chunks, last=False):
+    """Returns a PNG with these chunks before its pixels, or after them."""
+    stored = encoded(Image.fromarray(PHOTO), 'PNG')
+    place = len(stored) - 12 if last else 33
+    return stored[:place] + b''.join(chunk(*each) for each in chunks) + stored[place:]
+
+
+def raw_profile(name, data):
+    return f'Raw profile type {name}'.encode(), f'\n{name}\n{len(data):8}\n{data.hex()}\n'.encode()
+
+
+def webp_with(kind, data):
+    """Returns an extended WebP with this chunk."""
+    plain = encoded(Image.fromarray(PHOTO), 'WEBP', lossless=True)[12:]
+    size = (PHOTO.shape[1] - 1).to_bytes(3, 'little') + (PHOTO.shape[0] - 1).to_bytes(3, 'little')
+    chunks = b'VP8X\x0a\0\0\0' + bytes([0x08 if kind == b'EXIF' else 0x04, 0, 0, 0]) + size + plain
+    chunks += kind + len(data).to_bytes(4, 'little') + data + b'\0' * (len(data) % 2)
+    return b'RIFF' + (len(chunks) + 4).to_bytes(4, 'little') + b'WEBP' + chunks
+
+
+def tiff_with(kind, order='<', big=False):
+    """Returns a TIFF whose orientation has another type."""
+    stored = encoded(Image.fromarray(PHOTO), 'TIFF', tiffinfo={0x0112: 6}, big_tiff=big)
+    assert order == '<' and stored.count(struct.pack('<HH', 0x0112, 3)) == 1
+    number = {'B': 1, 'H': 3, 'I': 4}[kind]
+    return stored.replace(struct.pack('<HH', 0x0112, 3), struct.pack('<HH', 0x0112, number))
+
+
+XMP = b'http://ns.adobe.com/xap/1.0/\0'
+ATTRIBUTE, ELEMENT = xmp_of(b'tiff:Orientation="6">'), xmp_of(b'><tiff:Orientation>6</x>')
+KEYWORD = b'XML:com.adobe.xmp\0'
+TURNED = {  # every place and type that can hold the orientation 6
+    'jpeg': with_segments(exif_of()),
+    'jpeg, big-endian': with_segments(exif_of(order='>')),
+    'jpeg, BYTE': with_segments(exif_of('B')),
+    'jpeg, LONG': with_segments(exif_of('I')),
+    'jpeg, ASCII': with_segments(exif_of('s')),
+    'jpeg, behind 120 kB': with_segments(*[(0xE2, bytes(60_000))] * 2, exif_of()),
+    'jpeg, behind XMP': with_segments(XMP + xmp_of(b'>'), exif_of()),
+    'jpeg, behind a comment': with_segments((0xFE, b'comment'), exif_of()),
+    'jpeg, EXIF and not XMP': with_segments(XMP + ATTRIBUTE.replace(b'6', b'3'), exif_of()),
+    'jpeg, XMP': with_segments(XMP + ATTRIBUTE),
+    'jpeg, element of XMP': with_segments(XMP + ELEMENT),
+    'jpeg, quotes of XMP': with_segments(XMP + xmp_of(b"tiff:Orientation = '6'>")),
+    'jpeg, EXIF without it': with_segments(
+        exif_of().replace(b'\x12\x01', b'\x13\x01'), XMP + ELEMENT
+    ),
+    'png': with_chunks((b'eXIf', exif_of(prefix=b''))),
+    'png, with a prefix': with_chunks((b'eXIf', exif_of())),
+    'png, last': with_chunks((b'eXIf', exif_of(prefix=b'')), last=True),
+    'png, tEXt': with_chunks((b'tEXt', b'\0'.join(raw_profile('exif', exif_of())))),
+    'png, APP1': with_chunks((b'tEXt', b'\0'.join(raw_profile('APP1', exif_of())))),
+    'png, XMP': with_chunks((b'iTXt', KEYWORD + bytes(4) + ATTRIBUTE)),
+    'png, compressed XMP': with_chunks(
+        (b'iTXt', KEYWORD + b'\1\0\0\0' + zlib.compress(ELEMENT)), last=True
+    ),
+    'webp': webp_with(b'EXIF', exif_of()),
+    'webp, without a prefix': webp_with(b'EXIF', exif_of(prefix=b'')),
+    'webp, XMP': webp_with(b'XMP ', ATTRIBUTE),
+    'tiff': tiff_with('H'),
+    'tiff, LONG': tiff_with('I'),
+    'tiff, BYTE': tiff_with('B'),
+    'big tiff': tiff_with('H', big=True),
+    'tiff, XMP': encoded(Image.fromarray(PHOTO), 'TIFF', tiffinfo={700: ATTRIBUTE}),
+    'avif': encoded(Image.fromarray(PHOTO), 'AVIF', quality=100, exif=exif_of()),
+}
+for name, keyword in ('png, zTXt', 'exif'), ('png, zTXt of APP1', 'APP1'):
+    KEY, TEXT = raw_profile(keyword, exif_of())
+    TURNED[name] = with_chunks((b'zTXt', KEY + b'\0\0' + zlib.compress(TEXT)))
+
+
+@pytest.mark.parametrize('name', TURNED)
+def test_the_orientation_is_found_wherever_it_is(name, tmp_path):
+    stored = TURNED[name]
+    plain = decoded(stored, exif_rotation=False)
+    assert plain.shape == PHOTO.shape and np.abs(plain.astype(int) - PHOTO).mean() < 20
+    (path := tmp_path / 'image').write_bytes(stored)
+    doors = {
+        'bytes': decoded(stored),
+        'Pillow': image_decoding.decode_pillow(Image.open(path), exif_rotation=True),
+        'region': image_decoding.decode_region(
+            stored, lambda shape: ((0, 0, *shape), 1), exif_rotation=True
+        ),
+    }
+    for door, found in doors.items():
+        np.testing.assert_array_equal(found, np.rot90(plain, -1), err_msg=door)
+
+
+@pytest.mark.parametrize(
+    'stored',
+    [
+        with_segments(exif_of()[:12]),
+        with_segments(exif_of().replace(b'\6\0\0\0\0', b'\x09\0\0\0\0')),
+        with_segments(XMP + xmp_of(b'drone:GimbalOrientation="6">')),
+        with_segments((0xFE, b'Exif\0 Orientation="6"')),
+        with_chunks((b'zTXt', b'Raw profile type exif\0\0damaged')),
+        with_chunks((b'tEXt', b'Raw profile type exif\0not hex')),
+        with_chunks((b'eXIf', b'damaged')),
+    ],
+)
+def test_an_orientation_that_is_damaged_or_none_turns_nothing(stored):
+    np.testing.assert_array_equal(decoded(stored), decoded(stored, exif_rotation=False))
+
+
+MANY = zlib.compress(bytes(2**22))  # the limit of Pillow is 1 MB after decompression
+
+
+@pytest.mark.parametrize(
+    'chunks',
+    [
+        [(b'zTXt', b'Comment\0\0' + MANY)],
+        [(b'iTXt', b'Comment\0\1\0\0\0' + MANY)],
+        [(b'iCCP', b'profile\0\0' + MANY)],
+        [(b'tEXt', b'Comment\0' + b'a' * 2**21)] * 40,
+        [(b'tEXt', b'%d\0a' % i) for i in range(3000)],
+        [(b'zTXt', b'Comment\0\0damaged')],
+        [(b'iCCP', b'profile\0\0damaged')],
+        [(b'zTXt', KEY + b'\0\0' + zlib.compress(bytes(2**26)))],
+    ],
+    ids=['zTXt', 'iTXt', 'iCCP', 'much', 'many', 'damaged', 'damaged profile', 'bomb'],
+)
+@pytest.mark.parametrize('last', [False, True])
+def test_texts_and_profiles_of_a_png_do_not_matter(chunks, last):
+    stored = with_chunks(*chunks, last=last)
+    assert image_decoding.read_header(stored)[:3] == ('PNG', *PHOTO.shape[:2])
+    np.testing.assert_array_equal(decoded(stored), PHOTO)
+    with pytest.raises(UserError, match='damaged'):
+        decoded(stored[: stored.index(b'IDAT') + 20])
 
 
 FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF'

@@ -7,7 +7,9 @@ import contextlib
 import functools
 import importlib
 import io
-from collections.abc import Callable
+import re
+import zlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -29,7 +31,20 @@ _BY_OPENCV = 'PNG', 'BMP', 'WEBP'
 _HEIC_BRANDS = b'heic', b'heix', b'heim', b'heis', b'hevc', b'mif1', b'msf1'  # after `ftyp`
 HEIC_REMEDY = 'pip install pillow-heif to read HEIC photos, or convert them to JPEG'
 _ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # EXIF and TIFF tags
-_EXIF_WITHIN = 2**16 + 64  # bytes that are searched for EXIF; a JPEG segment has up to 64 KiB
+# An image without any of these bytes has no orientation. TIFF has no other mark than its start.
+_MARKS = (
+    *(b'Exif\0', b'eXIf', b'EXIF', b'irot', b'imir'),
+    *(b'Orientation', b'Raw profile', b'XML:com.adobe.xmp'),
+)
+_TIFF_STARTS = b'II*\0', b'MM\0*', b'II+\0', b'MM\0+'
+_IN_XMP = re.compile(rb'[\w-]+:Orientation\s*(?:=\s*["\']|>)\s*([1-8])\b')
+_PNG_START, _PNG_TEXTS = b'\x89PNG\r\n\x1a\n', {b'tEXt', b'zTXt', b'iTXt'}
+# Keywords of PNG texts that may hold an orientation.
+_PNG_KEYWORDS = {
+    b'XML:com.adobe.xmp',
+    *(b'Raw profile type ' + x for x in (b'exif', b'APP1', b'xmp')),
+}
+_MAX_METADATA = 2**24  # bytes of a PNG text after decompression; longer ones are not read
 # EXIF orientations for which the stored image is transposed, then has its rows or columns reversed.
 _TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
 Region = tuple[int, int, int, int]  # top, left, height, width
@@ -54,7 +69,8 @@ def read_header(stored: bytes, max_pixels: int = MAX_PIXELS) -> Header:
     require(len(stored) > 0, 'the file is empty')
     header = _read_jpeg_header(stored) if is_jpeg(stored) else None
     if header is None:
-        image = open_with_pillow(stored)
+        is_png = stored.startswith(_PNG_START)
+        image = open_with_pillow(_drop_png_metadata(stored) if is_png else stored)
         header = Header(image.format, image.height, image.width)
     if header.height * header.width > max_pixels:
         size = f'{header.width:,} x {header.height:,} pixels'
@@ -143,37 +159,124 @@ def decode(
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
-    header = read_header(stored, max_pixels)
+    orientation = read_orientation(stored) if exif_rotation else 1
+    stored = _drop_png_metadata(stored) if stored.startswith(_PNG_START) else stored
+    return apply_orientation(_decode_stored(stored, read_header(stored, max_pixels)), orientation)
+
+
+def _decode_stored(stored: bytes, header: Header) -> Image:
+    """Decodes an image without applying its orientation."""
     if header.is_plain_jpeg:
         import simplejpeg
 
         with contextlib.suppress(ValueError):  # Pillow decides whether the image is damaged
-            image = simplejpeg.decode_jpeg(stored)
-            return apply_orientation(image, read_orientation(stored) if exif_rotation else 1)
+            return simplejpeg.decode_jpeg(stored)
     if header.kind in _BY_OPENCV:
         import cv2
 
-        flags = cv2.IMREAD_COLOR_RGB | (0 if exif_rotation else cv2.IMREAD_IGNORE_ORIENTATION)
+        flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
         with contextlib.suppress(cv2.error):
             decoded: Image | None = cv2.imdecode(np.frombuffer(stored, np.uint8), flags)
             if decoded is not None:
                 return decoded
     try:
-        return to_rgb(open_with_pillow(stored), exif_rotation=exif_rotation)
+        return _to_rgb(open_with_pillow(stored))
     except UserError:
         raise
     except Exception as error:  # Pillow raises many exception types
         raise UserError(_describe_damage(header.kind, error)) from error
 
 
-def read_orientation(stored: bytes) -> int:
-    """Returns the EXIF orientation of a JPEG, 1 (upright) to 8; 1 if its EXIF is damaged."""
-    if stored.find(b'Exif\0', 0, _EXIF_WITHIN) < 0:
-        return 1
+def decode_pillow(image: 'PillowImage', *, exif_rotation: bool) -> Image:
+    """Converts a Pillow image to RGB pixels as `decode` does."""
+    orientation = read_orientation(image) if exif_rotation else 1
+    return apply_orientation(_to_rgb(image), orientation)
+
+
+def read_orientation(image: 'bytes | PillowImage') -> int:
+    """Returns the orientation of an image in the numbers of EXIF, 1 (upright) to 8.
+
+    Reads EXIF, and XMP if EXIF has no orientation; of AVIF, the transformations in the container.
+    Returns 1 if there is no orientation or the metadata are damaged.
+    """
     with contextlib.suppress(Exception):  # Pillow raises many exception types
-        orientation = open_with_pillow(stored).getexif().get(_ORIENTATION)
-        return orientation if orientation in range(1, 9) else 1
+        if not isinstance(image, bytes):
+            return _find_in_pillow(image)
+        if image.startswith(_TIFF_STARTS) or any(mark in image for mark in _MARKS):
+            is_png = image.startswith(_PNG_START)
+            return _find_in_png(image) if is_png else _find_in_pillow(open_with_pillow(image))
     return 1
+
+
+def _find_in_pillow(image: 'PillowImage') -> int:
+    if (orientation := _parse_orientation(image.getexif().get(_ORIENTATION))) is not None:
+        return orientation
+    for keyword in 'XML:com.adobe.xmp', 'xmp', 'Raw profile type APP1', 'Raw profile type xmp':
+        text = image.info.get(keyword, b'')
+        text = text.encode() if isinstance(text, str) else text
+        text = _parse_profile(text) if keyword.startswith('Raw') and text else text
+        if (orientation := _find_in_metadata(text)) is not None:
+            return orientation
+    return 1
+
+
+def _find_in_png(stored: bytes) -> int:
+    """Finds the orientation in a PNG without decompressing its pixels and other texts."""
+    metadata = list[bytes]()
+    for kind, start, end in _png_chunks(stored):
+        data = stored[start + 8 : end - 4]
+        keyword, _, text = data.partition(b'\0')
+        if kind == b'eXIf':
+            metadata.insert(0, data)
+        elif kind in _PNG_TEXTS and keyword in _PNG_KEYWORDS:
+            is_compressed = kind == b'zTXt' or (kind == b'iTXt' and text[0] == 1)
+            text = text[2:].split(b'\0', 2)[-1] if kind == b'iTXt' else text[kind == b'zTXt' :]
+            if is_compressed:
+                text = zlib.decompressobj().decompress(text, _MAX_METADATA)
+            metadata.append(_parse_profile(text) if keyword.startswith(b'Raw') else text)
+    return next(filter(None, map(_find_in_metadata, metadata)), 1)
+
+
+def _parse_profile(text: bytes) -> bytes:
+    """Parses a profile that ImageMagick wrote: a blank line, a name, a length, and hex digits."""
+    return bytes.fromhex(''.join(text.decode().split('\n')[3:]))
+
+
+def _find_in_metadata(metadata: bytes) -> int | None:
+    """Returns the orientation in EXIF or XMP, None if there is none."""
+    if metadata.startswith((b'Exif\0', *_TIFF_STARTS)):
+        (exif := _pillow().Exif()).load(metadata)
+        return _parse_orientation(exif.get(_ORIENTATION))
+    match = _IN_XMP.search(metadata)
+    return int(match[1]) if match else None
+
+
+def _parse_orientation(value: Any) -> int | None:
+    """Parses the value of the tag, which some programs write with another type or repeat."""
+    value = value[0] if isinstance(value, tuple | bytes) and value else value
+    with contextlib.suppress(TypeError, ValueError):
+        number = int(value)
+        return number if number == float(value) and 1 <= number <= 8 else None
+    return None
+
+
+def _png_chunks(stored: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """Yields the kind of each chunk of a PNG, and the positions of its start and end."""
+    start = len(_PNG_START)
+    while start < len(stored):
+        end = start + 12 + int.from_bytes(stored[start : start + 4], 'big')
+        yield stored[start + 4 : start + 8], start, end
+        start = end
+
+
+def _drop_png_metadata(stored: bytes) -> bytes:
+    """Returns a PNG without texts and profiles, which libraries decompress within limits."""
+    dropped = {*_PNG_TEXTS, b'iCCP', b'eXIf'}
+    chunks = [*_png_chunks(stored)]
+    if not any(kind in dropped for kind, _, _ in chunks):
+        return stored
+    kept = [stored[start:end] for kind, start, end in chunks if kind not in dropped]
+    return b''.join([_PNG_START, *kept])
 
 
 def apply_orientation(image: Image, orientation: int) -> Image:
@@ -189,10 +292,8 @@ def apply_orientation(image: Image, orientation: int) -> Image:
     return image
 
 
-def to_rgb(image: 'PillowImage', *, exif_rotation: bool) -> Image:
-    """Returns the RGB pixels of a Pillow image, converted as `decode` describes."""
-    from PIL import ImageOps
-
+def _to_rgb(image: 'PillowImage') -> Image:
+    """Returns the stored RGB pixels of a Pillow image, converted as `decode` describes."""
     is_16_bit = image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PPM')
     if image.mode == 'F' or (image.mode.startswith('I') and not is_16_bit):
         kind = f"float, signed or 32-bit pixels (Pillow's mode {image.mode})"
@@ -203,9 +304,8 @@ def to_rgb(image: 'PillowImage', *, exif_rotation: bool) -> Image:
         if misread and max(tags.get(_BITS, (8,))) == 16:
             text = 'a 16-bit TIFF with planar configuration 2 or WhiteIsZero is not supported'
             raise UserError(f'{text}; expected interleaved RGB with black as 0, or 8 bits')
-        if not exif_rotation:  # else Pillow rotates the image when it loads the pixels
-            image.getexif().pop(_ORIENTATION, None)
-    image = ImageOps.exif_transpose(image) if exif_rotation else image
+        image.getexif().pop(_ORIENTATION, None)  # else Pillow rotates the image when it loads it
+        image.info.pop('xmp', None)
     if is_16_bit:  # `convert` would clip values above 255 to white
         high = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(high[..., None], 3, axis=-1)

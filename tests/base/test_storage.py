@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.servers import gcs
+from tests.servers.web import wait_until
 from vit_jax.base import StorageError, UserError, atomic_write, bucket_lease, storage, write_json
 from vit_jax.base.bucket_lease import GrowingObject, Lease
 
@@ -27,13 +28,6 @@ def lock(bucket):
 @pytest.fixture
 def metrics(bucket):
     return storage.resolve_folder('gs://bucket/run') / 'metrics.jsonl'
-
-
-def wait_until(condition, seconds=10):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def lose_answers(bucket, error):

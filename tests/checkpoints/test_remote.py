@@ -1,10 +1,14 @@
 """Checkpoints by name, from a hub and a file server on this machine."""
 
 import contextlib
+import gzip
 import hashlib
 import importlib
 import json
 import pathlib
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ import vit_jax
 from tests import reference, tiny
 from tests.networks import contents, loaded
 from tests.servers import web
+from tests.servers.web import wait_until
 from vit_jax import convert
 from vit_jax.base.errors import MissingFile, UserError
 from vit_jax.checkpoints import published, remote
@@ -101,6 +106,58 @@ def test_a_status_is_named_and_nothing_is_kept(server, status):
     assert f'{server.url}{FILE}: HTTP {status}' in rejection(NAME)
     server.answers[FILE] = answer
     assert read() == DATA
+
+
+def test_what_would_fill_the_disk_is_not_downloaded(server, tmp_path):
+    huge = {'Content-Length': str(10**15)}
+    zipped = {'Content-Encoding': 'gzip'}
+    for headers, text in (huge, '1,000,000,000,000,000 bytes'), (zipped, 'compressed (gzip)'):
+        server.answers['/x.npz'] = web.Answer(gzip.compress(bytes(10**6)), headers)
+        assert text in rejection(f'{server.url}/x.npz')
+    assert not [path for path in tmp_path.rglob('*') if path.is_file()]
+
+
+def test_a_download_that_cannot_be_opened_can_be_repaired_by_its_message(server):
+    stored = pathlib.Path(reference.path('bigvision_map.npz')).read_bytes()
+    middle = len(stored) // 2
+    flipped = stored[:middle] + bytes([stored[middle] ^ 1]) + stored[middle + 1 :]
+    for body in b'<html>Log in</html>', stored[:-5], flipped:
+        server.answers['/x.npz'] = web.Answer(body, {'Content-Length': ''})
+        text = rejection(f'{server.url}/x.npz', lambda name: vit_jax.load(name))
+        path = re.search('; remove (.*/x.npz) to download it again$', text)
+        assert path is not None, text
+        pathlib.Path(path[1]).unlink()
+    server.answers['/x.npz'] = web.Answer(
+        pathlib.Path(reference.path('bigvision_map.npz')).read_bytes()
+    )
+    assert vit_jax.load(f'{server.url}/x.npz').params
+
+
+def test_a_killed_download_leaves_nothing_once_the_file_is_there(server, tmp_path):
+    server.answers[FILE] = web.Answer(DATA[:3], {'Content-Length': str(len(DATA))})
+    code = f'from vit_jax.checkpoints import remote; remote.fetch({NAME!r})'
+    process = subprocess.Popen([sys.executable, '-c', code])
+    wait_until(lambda: list(tmp_path.rglob('*.partial')))
+    process.kill()
+    process.wait()
+    server.answers[FILE] = web.Answer(DATA)
+    assert read() == DATA
+    assert not list(tmp_path.rglob('*.partial'))
+
+
+def test_another_host_and_a_connection_without_encryption_are_announced(server, caplog):
+    read()
+    (warning,) = caplog.messages
+    assert f'{server.url}{FILE}' in warning and 'without encryption' in warning
+    caplog.clear()
+    elsewhere = f'http://localhost:{server.server_port}{FILE}?token=secret'
+    server.answers['/moved.npz'] = web.Answer(b'', {'Location': elsewhere}, 302)
+    assert read(f'{server.url}/moved.npz') == DATA
+    assert 'localhost' in caplog.messages[0] and len(caplog.messages) == 2
+    assert 'secret' not in caplog.text
+    caplog.clear()
+    read()  # from the cache
+    assert not caplog.messages
 
 
 def test_without_a_server_the_cache_is_enough(server, monkeypatch):

@@ -257,6 +257,18 @@ def test_texts_and_profiles_of_a_png_do_not_matter(chunks, last):
         decoded(stored[: stored.index(b'IDAT') + 20])
 
 
+def test_an_image_is_not_resized_to_more_pixels_than_the_limit():
+    """The shorter side of a panorama becomes as long as a side of the model's images."""
+    crop = image_preprocessing.CentralCrop(scale=1.0)
+    most = image_preprocessing.Limit.RESIZED_PIXELS
+    longest = most // 256**2
+    with pytest.raises(UserError, match=f'1 x {longest + 1:,} pixels.* at most {most:,} pixels'):
+        crop(np.zeros((longest + 1, 1, 3), np.uint8), (256, 256), None)
+    with pytest.raises(UserError, match='65,500 x 1 pixels'):
+        crop(np.zeros((1, 65500, 3), np.uint8), (256, 256), None)
+    assert crop(np.zeros((longest // 16, 1, 3), np.uint8), (256, 256), None).shape == (256, 256, 3)
+
+
 FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF'
 
 

@@ -6,6 +6,7 @@ import http.server
 import json
 import re
 import threading
+import time
 import urllib.parse
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if value:
                 self.send_header(name, value)
         self.end_headers()
+        self.close_connection |= not (headers | answer.headers)['Content-Length']
         if self.command == 'HEAD':
             return
         is_file = not path.startswith('/api/') and answer.status < 300
@@ -121,3 +123,11 @@ def _entry(file: str, data: bytes) -> dict:
 
 def _json(value) -> Answer:
     return Answer(json.dumps(value).encode(), {'Content-Type': 'application/json'})
+
+
+def wait_until(condition, seconds=10):
+    """Waits for an event that another thread or process causes."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

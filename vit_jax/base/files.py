@@ -33,15 +33,15 @@ _DESCRIPTORS = re.compile('/dev/fd|/proc/.*/fd')  # folders whose entries are op
 
 
 class Limit(enum.IntEnum):
-    """The largest inputs that are read; the largest real ones are a tenth of these or smaller."""
+    """The largest inputs that are read, which are well above real ones."""
 
     IMAGE_BYTES = 2**30
     JSON_BYTES = 2**26  # an index of shards of a model has 0.1 MB, labels of ImageNet have 1 MB
     TABLE_BYTES = 2**32  # a line of a table has about 60 bytes
     TEXT_BYTES = 2**26  # a file of class names
     HEADER_BYTES = 2**24  # of a safetensors file; 160,000 arrays
-    MODEL_SIDE = 2**14  # pixels of a side of the images that a checkpoint's processor produces
-    RESIZED_PIXELS = 2**28  # pixels of an image that is resized before it is cropped
+    MODEL_SIDE = 2**12  # pixels of a side of the images that a checkpoint's processor produces
+    RESIZED_PIXELS = 2**28  # of an image that is resized before it is cropped
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ def format_json(values: Any) -> bytes:
     return (json.dumps(values, indent=2) + '\n').encode()
 
 
-def open_file(path: str | os.PathLike[str], mode: str = 'rb', **options: Any) -> IO[Any]:
+def open_file(path: str | os.PathLike[str], mode: str = 'rb', **options: Any) -> Any:
     """Opens a file without waiting for it; `options` are passed to `open`.
 
     Raises OSError, also for a folder, a pipe or a device; `usable` shows its text to the user.

@@ -8,19 +8,24 @@
     augreg:B/16, vit:L/16-in21k                 published files (checkpoints/published.py)
 
 Every other name is a local path and causes no network access. `huggingface_hub` downloads
-repositories to its own cache. `pooch` downloads files to CACHE/DIGEST-OF-URL/FILE.
+repositories to its own cache. Files are downloaded to CACHE/DIGEST-OF-URL/FILE.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import pathlib
 import re
+import shutil
 import sys
-from typing import NamedTuple
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from vit_jax.base import MissingFile, StorageError, UserError, require
+from vit_jax.base import MissingFile, StorageError, UserError, atomic_write, require
 from vit_jax.base.errors import format_error, redact_url
+from vit_jax.base.files import open_file
 from vit_jax.checkpoints import published
 from vit_jax.checkpoints.formats.array_files import DESCRIPTIONS, ENDINGS, INDEX, WEIGHTS
 
@@ -35,6 +40,8 @@ _EXPECTED = (
     'expected hf:OWNER/NAME[@REVISION], https://HOST/FILE[#sha256=DIGEST], gs://BUCKET/FILE, '
     f'augreg:NAME, vit:NAME or a local path; a FILE ends with one of {", ".join(ENDINGS)}'
 )
+
+_SECONDS = 60  # until a server that sends nothing counts as dead
 
 
 class Local(NamedTuple):
@@ -132,9 +139,7 @@ def _verified_digest(path: pathlib.Path) -> str:
 
     The client compares only lengths. Its cache links the file to one named by the declared digest.
     """
-    import pooch
-
-    digest, blob = str(pooch.file_hash(path)), path.resolve()
+    digest, blob = _digest(path), path.resolve()
     fits = digest == blob.name or re.fullmatch('[0-9a-f]{64}', blob.name) is None
     text = f'expected the SHA-256 {blob.name}, got {digest}; remove {blob} to download it again'
     require(fits, f'{path.name}: {text}')
@@ -153,7 +158,7 @@ def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     """Downloads a URL to the cache, unless it is there.
 
     Args:
-      url: An https:// or gs:// address.
+      url: An https://, http:// or gs:// address.
       sha256: The expected digest. A cached file with another digest is downloaded again.
 
     Returns:
@@ -161,29 +166,108 @@ def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
 
     Raises:
       StorageError: If the cache cannot be written.
-      UserError: If the download fails.
+      UserError: If the download fails; nothing is left in the cache then.
     """
-    import pooch  # slow to import, and needed only for downloads
-    import requests
+    import requests  # slow to import, and needed only for downloads
 
     url, shown = _public_url(url), redact_url(_public_url(url))
     name = shown.rpartition('/')[2][-200:]  # file systems allow 255 bytes
     path = cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
-    pooch.get_logger().setLevel('WARNING')
-    download = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), chunk_size=2**20)
+    expected = sha256.lower() if sha256 else None
     try:
-        pooch.retrieve(url, sha256, path.name, path.parent, downloader=download)
-        return path, str(pooch.file_hash(path))
-    except requests.RequestException as error:  # its message repeats the query of the URL
-        response = error.response
-        why = type(error).__name__ if response is None else f'HTTP {response.status_code}'
-        advice = 'try again, or download it with another program and pass its path'
-        raise UserError(f'{shown}: {why}; {advice}') from error
+        if path.exists() and (digest := _digest(path)) == (expected or digest):
+            return path, digest
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A compressed answer could be larger than the disk.
+        options = {'stream': True, 'timeout': _SECONDS, 'headers': {'Accept-Encoding': 'identity'}}
+        with requests.get(url, **options) as response:
+            response.raise_for_status()
+            _announce(url, response.url)
+            return path, _download(response, path, expected)
+    except requests.RequestException as error:
+        raise _explained(error, shown) from error
+    except StorageError as error:
+        raise StorageError(f'{error}; VIT_JAX_CACHE=DIR sets another cache') from error
     except OSError as error:
         text = f'{error.filename or path}: {error.strerror or error}'
         raise StorageError(f'{text}; VIT_JAX_CACHE=DIR sets another cache') from error
     except ValueError as error:
         raise UserError(f'{shown}: {format_error(error)}') from error
+
+
+def _explained(error: Any, shown: str) -> UserError:
+    """Returns the error for a failed request, whose own message would repeat the query."""
+    response = error.response
+    why = type(error).__name__ if response is None else f'HTTP {response.status_code}'
+    advice = 'try again, or download it with another program and pass its path'
+    return UserError(f'{shown}: {why}; {advice}')
+
+
+def _announce(url: str, final_url: str) -> None:
+    """Logs a warning if the file comes from another host, or through a connection without TLS."""
+    host, final = urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(final_url)
+    if final.hostname != host:
+        logging.warning('%s: redirected to the host %s', redact_url(url), final.hostname)
+    if final.scheme == 'http':
+        logging.warning('%s: downloaded without encryption (http://)', redact_url(final_url))
+
+
+def _download(response: Any, path: pathlib.Path, expected: str | None) -> str:
+    """Writes the body of a response to a file; returns its SHA-256.
+
+    Raises ValueError if the body is compressed, incomplete, or has another digest than `expected`.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    encoding = response.headers.get('Content-Encoding', 'identity')
+    if encoding != 'identity':
+        raise ValueError(f'the server sends it compressed ({encoding}); expected the file itself')
+    size, free = response.headers.get('Content-Length'), shutil.disk_usage(path.parent).free
+    size = int(size) if size is not None else None
+    if size is not None and size > free:
+        raise StorageError(f'{path}: needs {size:,} bytes; the disk has {free:,} bytes free')
+    digest, written = hashlib.sha256(), 0
+    bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+    with bar, atomic_write(path) as file:
+        task = bar.add_task(path.name, total=size)
+        for block in _read_blocks(response):
+            file.write(block)
+            digest.update(block)
+            written += len(block)
+            bar.update(task, completed=written)
+        if size is not None and written != size:
+            raise ValueError(f'got {written:,} of {size:,} bytes; try again')
+        if expected not in (None, digest.hexdigest()):
+            raise ValueError(f'expected the SHA-256 {expected}, got {digest.hexdigest()}')
+    return digest.hexdigest()
+
+
+def _read_blocks(response: Any) -> Iterator[bytes]:
+    """Yields the body of a response; raises UserError if the connection breaks."""
+    import requests
+
+    try:
+        yield from response.iter_content(2**20)
+    except requests.RequestException as error:
+        raise _explained(error, redact_url(response.url)) from error
+
+
+def _digest(path: pathlib.Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, 'sha256').hexdigest()
+
+
+@contextlib.contextmanager
+def how_to_repair(path: str) -> Iterator[None]:
+    """Adds to the errors about a file in the cache how to download it again."""
+    try:
+        yield
+    except UserError as error:
+        if not pathlib.Path(path).is_relative_to(cache_folder()):
+            raise
+        raise type(error)(f'{error}; remove {path} to download it again') from error
 
 
 def _public_url(address: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from vit_jax.base import Array, Float, Num, Record, require, require_between
+from vit_jax.base.files import Limit
 from vit_jax.data.image_decoding import MAX_PIXELS, Image, Region, cut, decode, decode_region
 
 # `bilinear` is OpenCV's INTER_LINEAR without antialiasing, as in the paper's code. The others are
@@ -261,6 +262,12 @@ def _crop_at_random(image: Image, size: Size, rng: np.random.Generator) -> Image
 def _resize(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
+    (old_height, old_width), (height, width) = image.shape[:2], size
+    text = (
+        f'{old_width:,} x {old_height:,} pixels, which would be resized to {width:,} x {height:,}'
+    )
+    most = Limit.RESIZED_PIXELS
+    require(height * width <= most, f'{text}; expected at most {most:,} pixels')
     if method == 'bilinear':
         import cv2
 

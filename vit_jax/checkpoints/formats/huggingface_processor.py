@@ -5,6 +5,7 @@ import re
 from typing import Any, Literal
 
 from vit_jax.base import Record, UserError, require
+from vit_jax.base.files import Limit
 from vit_jax.checkpoints.formats.array_files import JsonObject
 from vit_jax.checkpoints.formats.base import CLIP, HALF, IMAGENET, Scaling, check_scaling
 from vit_jax.data.image_preprocessing import CentralCrop, Crop, Preprocessing, Resize, ResizeMethod
@@ -85,6 +86,8 @@ def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
     wrong = f'{where}: size={processor.size}, crop_size={processor.crop_size} is not supported'
     method = _RESIZE_METHODS[processor.resample]
     keep_aspect, height, width = _sides(processor.size, processor.default_to_square, wrong)
+    right = f'expected sides from 1 to {Limit.MODEL_SIDE:,} pixels'
+    require(all(1 <= side <= Limit.MODEL_SIDE for side in (height, width)), f'{wrong}; {right}')
     if not processor.do_center_crop:
         require(not keep_aspect, f'{wrong}; expected height and width')
         return Resize(resize=method), (height, width)

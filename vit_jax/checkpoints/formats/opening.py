@@ -86,7 +86,8 @@ def open_checkpoint(
         files = [] if is_remote(local) else _find_weights(place)
     if not files:
         return _open_own(path, local, hints)
-    opened = [array_files.read_array_file(file) for file in files]
+    with remote.how_to_repair(str(place)):
+        opened = [array_files.read_array_file(file) for file in files]
     contents = FileContents(
         arrays={name: array for each in opened for name, array in each.arrays.items()},
         metadata=opened[0].metadata,
@@ -95,7 +96,7 @@ def open_checkpoint(
     )
     with array_files.error_prefix(path):
         require(stablehlo.PROGRAM not in contents.arrays, 'a program (StableHLO), not a checkpoint')
-        checkpoint = _parse(path, contents, hints, resized=image_size is None)
+        checkpoint = _parse(path, str(place), contents, hints, resized=image_size is None)
     addresses = ' '.join([path, *origin])
     card = google.as_published(checkpoint.card) if is_of_paper else checkpoint.card
     report = [*origin, *checkpoint.report]
@@ -136,8 +137,13 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
     return Checkpoint(path, OURS, None, card, report, (), read)
 
 
-def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) -> Checkpoint:
-    """Parses a file; a card in a file that vit_jax wrote takes precedence over other sources."""
+def _parse(
+    path: str, file: str, contents: FileContents, hints: Hints, *, resized: bool
+) -> Checkpoint:
+    """Parses a file; a card in a file that vit_jax wrote takes precedence over other sources.
+
+    `path` is the name for messages, `file` the local copy.
+    """
     is_own = CARD in contents.metadata and not contents.key
     contents = contents if is_own else unwrap(contents, OWN_PREFIXES)
     arrays = contents.arrays
@@ -165,7 +171,7 @@ def _parse(path: str, contents: FileContents, hints: Hints, *, resized: bool) ->
     )
 
     def read() -> Params:
-        with array_files.error_prefix(path):
+        with remote.how_to_repair(file), array_files.error_prefix(path):
             values = name_map.to_ours(resolved, arrays, shapes)
         params = tree_names.map_named(lambda name, _: values[name], expected)
         return transfer.adapt(params, old=config, new=new).params

@@ -58,7 +58,7 @@ WRONG = {
         ({'size': 'a'}, f'{PROCESSOR}.size'),
         ({'size': 4097}, 'expected sides from 1 to 4,096'),
         ({'size': {'height': 0, 'width': 8}}, 'expected sides from 1'),
-        ({'do_center_crop': True, 'size': {'height': 8, 'width': 8}, 'crop_size': -1}, 'crop_size'),
+        ({'do_center_crop': True, 'size': {'height': 8, 'width': 8}, 'crop_size': -1}, 'scale'),
         ({'size': {'height': 32, 'width': 32, 'shortest_edge': 32}}, 'shortest_edge'),
         ({'do_resize': False}, 'do_resize'),
         ({'do_pad': True}, 'do_pad'),

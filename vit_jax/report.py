@@ -52,6 +52,8 @@ def main(arguments: argparse.Namespace) -> int:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
     path, runs = pathlib.Path(arguments.out), history.read_histories(arguments.workdirs)
     sections = [_results(runs), *_curves(runs), _skipped(runs), _time(runs)]
+    if any(run.changes for run in runs):
+        sections.append(_changes(runs))
     if len(runs) > 1:
         sections.append(_differences(runs))
     lines = [f'{run.name}: {run.folder}, {_state(run)}' for run in runs]
@@ -138,6 +140,12 @@ def _time(runs: Sequence[History]) -> Section:
     spent = [f'{run.name}: {reporter.format_seconds(run.seconds)}' for run in runs if run.seconds]
     left_out = None if spent else 'No run has written events.jsonl yet.'
     return Section('Wall time', f'{_TIME} {"; ".join(spent)}', left_out=left_out)
+
+
+def _changes(runs: Sequence[History]) -> Section:
+    rows = [[run.name, f'{step:,}', change] for run in runs for step, change in run.changes]
+    text = 'Fields that were changed when a run was resumed (--accept_config_changes).'
+    return Section('Accepted changes', text, table=Table(['run', 'from step', 'change'], rows))
 
 
 def _differences(runs: Sequence[History]) -> Section:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 import shutil
 import types
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensorboardX.proto import event_pb2
 
 import vit_jax
 from tests import networks, tiny
@@ -27,6 +29,7 @@ from vit_jax.data.augmentation import Augmentation, RandAugment
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.sources.folders import unlabeled_source
 from vit_jax.data.sources.opening import make_opener
+from vit_jax.data.sources.tfds import read_tfrecords
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.evaluation import head, probes, probing
 from vit_jax.evaluation.episodes import EpisodesConfig
@@ -34,6 +37,7 @@ from vit_jax.evaluation.evaluator import batches_on_all_devices
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 from vit_jax.experiment import probing_run, training_run
 from vit_jax.experiment.build import build_experiment
+from vit_jax.experiment.reporter import read_events
 from vit_jax.models import Regularization
 from vit_jax.studies import history
 from vit_jax.training.duration import Duration
@@ -193,6 +197,48 @@ def test_a_resume_that_does_not_fit_is_rejected_and_changes_nothing(trained, cha
     with pytest.raises(ValueError, match=name):
         training_run.train(config, str(trained.folder), accept_changes=accept)
     assert (trained.folder / 'config.json').read_text() == before
+
+
+def board(folder):
+    """The points that TensorBoard shows: a start replaces all points from its first step on."""
+    points = dict[tuple[str, int], float]()
+    for path in sorted((folder / 'tensorboard').iterdir()):
+        checksums, read = read_tfrecords([path])
+        for event in (event_pb2.Event.FromString(read(i)) for i in range(len(checksums))):
+            if event.session_log.status == event_pb2.SessionLog.START:
+                points = {key: x for key, x in points.items() if key[1] < event.step}
+            points |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
+    return points
+
+
+@pytest.mark.gate
+def test_a_longer_run_keeps_every_line_of_the_steps_that_it_does_not_train_again(
+    trained, tmp_path, capsys
+):
+    folder = pathlib.Path(shutil.copytree(trained.folder, tmp_path / 'run'))
+    before, points, fewshot = lines(folder), board(folder), (folder / 'fewshot.json').read_text()
+    options = {'fewshot': FEWSHOT, 'tensorboard': True, 'seed': 3}
+    longer = tiny.experiment(**options, eval_every_steps=7, total=Duration(steps=12))
+    result = training_run.train(longer, str(folder), accept_changes=True)
+    assert lines(folder)[: len(before)] == before
+    assert [(line['kind'], line['step']) for line in lines(folder)[len(before) :]] == [
+        *(('train', 12), ('test', 12), ('fewshot', 12)),
+    ]
+    after = board(folder)
+    assert {key: after[key] for key in points} == points and ('test/accuracy', 12) in after
+    assert (folder / 'fewshot-10.json').read_text() == fewshot
+    assert json.loads((folder / 'fewshot.json').read_text())['step'] == 12
+    printed = capsys.readouterr().out
+    (changed,) = (event for event in read_events(folder / 'events.jsonl') if 'changes' in event)
+    assert changed['step'] == 10 and len(changed['changes']) == 2
+    for change in 'seed: 0 -> 3', 'total.steps: 10 -> 12':
+        assert change in changed['changes'] and f'from step 10: config.{change}' in printed
+    assert [change for _, change in history.read_history(folder, '').changes] == changed['changes']
+    again = training_run.train(longer, str(folder))  # complete: nothing is evaluated again
+    assert (again.evals, again.fewshot) == (result.evals, result.fewshot)
+    last = [event for event in read_events(folder / 'events.jsonl') if event['run'] == 3]
+    assert last and not [event for event in last if 'evaluating' in event['event']]
+    assert board(folder) == after
 
 
 def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):

@@ -33,6 +33,7 @@ from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
 
 _TENSORBOARD = 'tensorboard'
+_NO_METRICS = 'kind', 'step', 'time', 'run', 'seconds'  # other keys of metrics.jsonl
 
 
 def make_console(job: Job) -> Console:
@@ -67,7 +68,7 @@ class Reporter:
         config, length = experiment.config, experiment.length
         self.console, self.clock, self._steps, self._job = make_console(job), clock, steps, job
         self._log_every_steps = length.log_interval_steps(config.log_every_steps)
-        self._batch_size = config.batch_size
+        self._batch_size, self.first_step = config.batch_size, steps.start
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._num_restored = len(self._recent)  # steps of an earlier start
         self.losses = [*progress.get('losses', [])]  # see `fit`
@@ -77,6 +78,9 @@ class Reporter:
         self.earlier_seconds: dict[str, float] = {}  # seconds of earlier starts by activity
         self._folder, self._files = folder, dict[str, Any]()  # open files by name
         self._run = 1  # number of this start
+        # Metrics that an earlier start wrote at the first step, by kind of evaluation.
+        self.recorded: dict[str, dict[str, Any]] = {}
+        self.was_complete = False  # whether an earlier start completed the run
         self._writers = () if self.console.quiet else config.writers
         self._failed_writers: list[Writer] = []
         if not self.console.quiet:
@@ -85,14 +89,14 @@ class Reporter:
         self._compared = 0, self._busy_before, clock.device_wait
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
-        """Opens the files. Removes lines of metrics.jsonl that this start will write again."""
-        first, rewritten = self._steps.start, [*experiment.eval_readers, 'fewshot']
-        lines = [
-            line
-            for line in files.read_json_lines(folder / METRICS, kind=str, step=int)
-            if line['step'] < first or (line['step'] == first and line['kind'] not in rewritten)
-        ]
+        """Opens the files. Removes the metrics of steps that this start trains again."""
+        first = self._steps.start
+        lines = files.read_json_lines(folder / METRICS, kind=str, step=int)
+        lines = [line for line in lines if line['step'] <= first and first > 0]
+        at_first = [line for line in lines if line['step'] == first]
+        self.recorded = {line['kind']: _numbers_of(line) for line in at_first}
         events = read_events(folder / EVENTS)
+        self.was_complete = bool(events) and events[-1]['event'] == 'complete'
         self._run = 1 + max((event['run'] for event in events), default=0)
         self.earlier_seconds = sum_seconds(events)
         for name, values in {METRICS: lines, EVENTS: events}.items():
@@ -105,6 +109,8 @@ class Reporter:
 
             with usable(path := folder / _TENSORBOARD):
                 self._files[_TENSORBOARD] = SummaryWriter(str(path), purge_step=first)
+                for line in at_first:  # `purge_step` removes them too
+                    self._add_to_tensorboard(line['kind'], first, _numbers_of(line))
 
     def close(self) -> None:
         """Closes the files. On a bucket, logs a warning if the last lines cannot be written."""
@@ -132,12 +138,18 @@ class Reporter:
         recent = [metrics._asdict() for metrics in self._recent]
         return {'recent': recent, 'skipped': self.skipped_images, 'losses': [*self.losses]}
 
-    def record_event(self, event: str, step: int | None) -> None:
-        """Writes an event to the event log. `step` is the step of the current state, if any."""
+    def record_event(self, event: str, step: int | None, **more: Any) -> None:
+        """Writes an event to the event log.
+
+        Args:
+          event: What happens, such as `saving`.
+          step: The step of the current state, if any.
+          **more: Other keys of the line, as JSON values.
+        """
         self.clock.record_elapsed()
         values = {'run': self._run, 'event': event, 'step': step, 'time': round(time.time(), 4)}
         values['seconds'] = {name: round(number, 4) for name, number in self.clock.seconds.items()}
-        self._append(EVENTS, values)
+        self._append(EVENTS, values | more)
 
     def record_step(self, step: int, metrics: StepMetrics) -> bool:
         """Adds the metrics of the next step. Returns whether a report was due and written."""
@@ -213,6 +225,9 @@ class Reporter:
         values |= {name: _to_json(value) for name, value in numbers.items()}
         self._append(METRICS, values)
         self._call_writers(values)
+        self._add_to_tensorboard(kind, step, numbers)
+
+    def _add_to_tensorboard(self, kind: str, step: int, numbers: dict[str, Any]) -> None:
         if (board := self._files.get(_TENSORBOARD)) is not None:
             for name, value in numbers.items():
                 board.add_scalar(f'{kind}/{name}', float(value), step)
@@ -227,6 +242,11 @@ class Reporter:
                     self._failed_writers.append(writer)
                     text = errors.format_error(error)
                     logging.warning('config.writers: %s: %s', records.text_of(writer), text)
+
+
+def _numbers_of(line: dict[str, Any]) -> dict[str, Any]:
+    """Returns the metrics in a line of metrics.jsonl, with NaN for null."""
+    return {n: math.nan if x is None else x for n, x in line.items() if n not in _NO_METRICS}
 
 
 def _to_json(value: Any) -> Any:

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import jax
 from rich.console import Console
 
 from vit_jax.base import Params, Path, plural, require, write_json
+from vit_jax.base.files import read_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import StepKind, TrainConfig, write_config
 from vit_jax.data import loading
@@ -233,7 +235,7 @@ def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | Non
 
 def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
     """Opens the checkpoints of a run. Moves damaged ones aside, with a warning."""
-    folder, check_held = workdir
+    folder, check_held, _ = workdir
     job.reset_watchdog()
     if job.index == 0:
         check_held()  # before the folder is changed
@@ -324,11 +326,16 @@ class TrainingRun:
     reporter: Reporter
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
+    # The metrics of evaluations that an earlier start completed at the first step, by name.
+    recorded: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def train(self, state: TrainState, steps: range, profile: range) -> Result:
         """Trains, evaluates and saves in `steps`; profiles the steps in `profile`."""
         experiment, workdir, check_data, selection = self.opened
-        self.reporter.record_event('training', steps.start)
+        changes = {'changes': workdir.changes} if workdir.changes else {}
+        for change in workdir.changes:
+            self.reporter.console.print(f'changed from step {steps.start}: config.{change}')
+        self.reporter.record_event('training', steps.start, **changes)
         if self.job.index == 0:  # accepted changes of the configuration are now known to work
             workdir.check_held()
             write_config(workdir.folder / workdirs.CONFIG, experiment.export_config())
@@ -413,12 +420,26 @@ class TrainingRun:
     def _resume_evaluations(self, state: TrainState, steps: range) -> int:
         """Runs actions that are due at the first step, if the run is resumed or `init_head` is set.
 
-        The previous start may have been killed during them. The reporter removed their metrics.
-        Returns the last step of the training (see `run_actions`).
+        The previous start may have been killed before them. Evaluations that it completed are not
+        repeated. Returns the last step of the training (see `run_actions`).
         """
         if steps.start == 0 and self.opened.experiment.config.init_head is None:
             return steps.stop
-        return loop.run_actions(self._actions(), state, steps.start, steps.stop)
+        recorded = self.job.broadcast_text('recorded', lambda: json.dumps(self._find_recorded()))
+        self.recorded = json.loads(recorded)
+        end = loop.run_actions(self._actions(), state, steps.start, steps.stop)
+        self.recorded = {}
+        return end
+
+    def _find_recorded(self) -> dict[str, dict[str, Any]]:
+        """Returns the metrics that an earlier start recorded for the first step, by evaluation."""
+        recorded, folder = dict(self.reporter.recorded), self.opened.workdir.folder
+        if (numbers := recorded.pop('fewshot', None)) is not None:
+            with contextlib.suppress(OSError, ValueError):  # else the evaluation is repeated
+                self.fewshot = dict(read_json(folder / workdirs.FEWSHOT))
+                if self.fewshot['step'] == self.reporter.first_step:
+                    recorded['fewshot'] = numbers
+        return recorded
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.record_step(step, metrics):
@@ -451,19 +472,33 @@ class TrainingRun:
 
         Saves a checkpoint at a new best value. Returns whether `config.patience` stops training.
         """
-        with self.reporter.clock('evaluation'):
-            self.reporter.record_event(f'evaluating {name}', step)
-            if name == 'fewshot':
-                numbers, text = self._evaluate_few_shot(step, state)
-            else:
-                numbers, text = self._evaluate_split(name, state)
-        self.reporter.record_metrics(name, step, numbers, text)
+        if (numbers := self._restore_evaluation(name)) is None:
+            with self.reporter.clock('evaluation'):
+                self.reporter.record_event(f'evaluating {name}', step)
+                if name == 'fewshot':
+                    numbers, text = self._evaluate_few_shot(step, state)
+                else:
+                    numbers, text = self._evaluate_split(name, state)
+            self.reporter.record_metrics(name, step, numbers, text)
         if (selection := self.opened.selection) is None or name != selection.evaluation:
             return False
         is_best = selection.record(step, numbers[selection.metric])
         if is_best or selection.is_exhausted:
             self.save(step, state)
         return selection.is_exhausted
+
+    def _restore_evaluation(self, name: str) -> dict[str, Any] | None:
+        """Returns the metrics that an earlier start recorded for this step, if there are any."""
+        selection, numbers = self.opened.selection, self.recorded.get(name)
+        if numbers is None:
+            return None
+        needed = {selection.metric} if selection and name == selection.evaluation else set()
+        if not needed <= {*numbers}:  # the configuration has another metric now
+            return None
+        if name != 'fewshot':
+            counts = 'count', 'unreadable'
+            self.evals[name] = {n: value for n, value in numbers.items() if n not in counts}
+        return numbers
 
     def _evaluate_split(self, name: str, state: TrainState) -> tuple[dict[str, Any], str]:
         """Computes loss and metrics of a split. Returns them, and a summary."""
@@ -485,8 +520,11 @@ class TrainingRun:
         evaluator, params = self.programs.evaluators['fewshot'], state.eval_params
         features_of = make_feature_function(evaluator, params, watch=self.job.tick_each)
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
+        earlier = self.fewshot if self.reporter.was_complete else None
         self.fewshot = result | {'step': step, 'checkpoint': str(workdir.folder)}
         if self.job.index == 0:
             workdir.check_held()
+            if earlier is not None and earlier['step'] == self.reporter.first_step:
+                write_json(workdir.folder / f'fewshot-{earlier["step"]}.json', earlier)
             write_json(workdir.folder / workdirs.FEWSHOT, self.fewshot)
         return probing.name_accuracies(self.fewshot), probing.summarize(self.fewshot)

@@ -32,6 +32,7 @@ class Workdir(NamedTuple):
 
     folder: Path
     check_held: Callable[[], None] = lambda: None  # a file lock cannot be lost
+    changes: tuple[str, ...] = ()  # accepted changes of the configuration, `field: old -> new`
 
 
 @contextlib.contextmanager
@@ -58,7 +59,8 @@ def open_workdir(
             with usable(folder):
                 hold = _lease_workdir if storage.is_remote(folder) else lock_workdir
                 workdir = stack.enter_context(hold(folder))
-                _check_and_write_config(folder, config, accept_changes=accept_changes)
+                changes = _check_and_write_config(folder, config, accept_changes=accept_changes)
+                workdir = workdir._replace(changes=tuple(changes))
         job.barrier('workdir is created')
         with usable(lock := folder / LOCK):
             text = lock.read_text() if lock.exists() else 'absent'
@@ -66,11 +68,17 @@ def open_workdir(
         yield workdir
 
 
-def _check_and_write_config(folder: Path, config: dict[str, Any], *, accept_changes: bool) -> None:
+def _check_and_write_config(
+    folder: Path, config: dict[str, Any], *, accept_changes: bool
+) -> list[str]:
     """Writes config.json, unless the configuration changed. `TrainingRun` writes accepted ones.
 
-    Raises UserError if there are checkpoints of a configuration that differs in fields that are not
-    in `vit_jax.config.FREE`, unless `accept_changes` is True.
+    Returns:
+      A line per accepted change.
+
+    Raises:
+      UserError: If there are checkpoints of a configuration that differs in fields that are not in
+        `vit_jax.config.FREE`, unless `accept_changes` is True.
     """
     recorded = _read_config(folder)
     changes = [] if recorded is None else differing(recorded, config)
@@ -80,6 +88,7 @@ def _check_and_write_config(folder: Path, config: dict[str, Any], *, accept_chan
         raise UserError('\n  '.join([text, *changes]) + f'\n{advice}')
     if not changes:
         write_config(folder / CONFIG, config)
+    return changes
 
 
 def _read_config(folder: Path) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ class History(NamedTuple):
     numbers: Numbers  # the metrics in these lines
     seconds: dict[str, float]  # wall time by activity, over all starts
     event: str  # last one in events.jsonl, such as `saving` or `complete`; '' without the file
+    changes: list[tuple[int, str]]  # accepted changes of the configuration, and their steps
 
 
 def read_histories(paths: Sequence[str]) -> list[History]:
@@ -50,7 +51,8 @@ def read_history(folder: Path, name: str) -> History:
             values = read_config(config)
     events = reporter.read_events(folder / workdirs.EVENTS)
     seconds, event = reporter.sum_seconds(events), events[-1]['event'] if events else ''
-    return History(name, folder, values, lines, _numbers(lines), seconds, event)
+    changes = [(e['step'], change) for e in events for change in e.get('changes', ())]
+    return History(name, folder, values, lines, _numbers(lines), seconds, event, changes)
 
 
 def _numbers(lines: Sequence[dict[str, Any]]) -> Numbers:

@@ -95,7 +95,7 @@ def test_the_few_shot_file_holds_the_whole_protocol(trained):
     assert len(set(drawn)) == 20 and all(name.startswith('digits/train[') for name in drawn)
     two = [result['accuracy'][f'seed {seed}, 2 shots'] for seed in (0, 1)]
     assert result['mean']['2'] == pytest.approx(np.mean(two))
-    assert result['deviation']['2'] == pytest.approx(np.std(two))
+    assert result['deviation']['2'] == pytest.approx(np.std(two, ddof=1))
 
 
 def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path):
@@ -245,6 +245,27 @@ def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
     config = tiny.experiment(fewshot=FewshotConfig(sets={'x': ProbeSet(data='/no/where')}))
     with pytest.raises(FileNotFoundError, match='/no/where'):
         training_run.train(config, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    'decay, steps, text',
+    [
+        (0.9999, 150, '98.5% .* initial parameters; set --config.ema_decay=0.98 or none'),
+        (0.9999, 29_000, '5.5% .* --config.ema_decay=0.99989 or none'),
+        (0.9, 1, '90.0% .* --config.ema_decay=0.04 or none'),
+        (0.9999, 30_000, None),
+        (0.0, 1, None),
+        (None, 1, None),
+    ],
+)
+def test_an_average_over_too_few_steps_is_announced(decay, steps, text, caplog):
+    training_run.warn_of_short_average(decay, steps)
+    assert [bool(re.search(text, line)) for line in caplog.messages] == ([True] if text else [])
+    if text:
+        better = float(re.search('ema_decay=([0-9.]*) or', caplog.text)[1])
+        assert better**steps <= 0.05
+        training_run.warn_of_short_average(better, steps)
+        assert len(caplog.messages) == 1
 
 
 @pytest.mark.gate

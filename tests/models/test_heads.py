@@ -1,6 +1,7 @@
 """Another head than the linear one: a function, and nothing else needs to know its inside."""
 
 import dataclasses
+import re
 
 import flax.linen as nn
 import jax
@@ -52,6 +53,16 @@ def test_a_configuration_names_the_function_that_text_cannot_hold():
         jax.eval_shape(build(again).init, jax.random.key(0))
     with pytest.raises(UserError, match='head_bias=-1.0'):
         tiny.model(head=two_layers, head_bias=-1.0)
+
+
+@pytest.mark.parametrize('name', NETWORKS)
+@pytest.mark.parametrize('change', [-3, 1])
+def test_a_function_whose_head_has_another_number_of_outputs_is_rejected(name, change):
+    config = dataclasses.replace(NETWORKS[name], head=lambda k: nn.Dense(k + change))
+    outputs = tiny.CLASSES + change
+    text = re.escape(f'got logits (1, {outputs}); expected (1, {tiny.CLASSES})')
+    with pytest.raises(UserError, match=f'model.head=.*{text}'):
+        count_params(config)
 
 
 def test_a_function_that_has_changed_gives_other_parameters():

@@ -19,6 +19,7 @@ from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.features import FeatureFn
 from vit_jax.evaluation.linear_probe import LinearProbeConfig
 from vit_jax.evaluation.probes import Labeled, LogisticConfig
+from vit_jax.evaluation.statistics import sample_deviation
 from vit_jax.models import ModelConfig
 from vit_jax.training.duration import Interval
 
@@ -262,7 +263,7 @@ def _evaluate_few_shot(
         'l2': config.l2,
         'bias': ridge.BIAS,
         'mean': {k: float(np.mean(accuracies)) for k, accuracies in by_shots.items()},
-        'deviation': {k: float(np.std(accuracies)) for k, accuracies in by_shots.items()},
+        'deviation': {k: sample_deviation(numbers) for k, numbers in by_shots.items()},
         'accuracy': by_draw(result.accuracies),
         'train_images': by_draw({d: train.read_names(i.tolist()) for d, i in result.draws.items()}),
     }
@@ -289,7 +290,7 @@ class Score(NamedTuple):
     """An accuracy with its uncertainty."""
 
     accuracy: float
-    spread: float | None = None  # standard deviation over draws, or half the 95 % interval
+    spread: float | None = None  # sample deviation over draws, or half the 95 % interval
     detail: str = ''  # the selected settings
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -41,6 +42,10 @@ from vit_jax.training import loop
 from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
+
+_MAX_INITIAL_SHARE = (
+    0.05  # of the initial parameters in their average at the end, without a warning
+)
 
 
 class Result(NamedTuple):
@@ -96,6 +101,8 @@ def train(
         )
         experiment, workdir, _, selection = opened
         console.print(describe_run(experiment))
+        if job.index == 0:
+            warn_of_short_average(experiment.config.ema_decay, experiment.length.total_steps)
         # This caches the images on the devices if they fit.
         for reader in (experiment.train_reader, *experiment.eval_readers.values()):
             experiment.batches.make_loader(reader)
@@ -115,6 +122,18 @@ def train(
         stack.enter_context(contextlib.closing(reporter))
         run = TrainingRun(opened, job, programs, checkpoints, reporter)
         return run.train(state, steps, profile if job.index == 0 else range(0))
+
+
+def warn_of_short_average(ema_decay: float | None, total_steps: int) -> None:
+    """Logs a warning if the average of parameters still contains much of the initial ones."""
+    if ema_decay is None or (share := ema_decay**total_steps) < _MAX_INITIAL_SHARE:
+        return
+    enough = _MAX_INITIAL_SHARE ** (1 / total_steps) * (1 - 1e-9)
+    digits = 1 + math.ceil(-math.log10(1 - enough))
+    better = math.floor(enough * 10**digits) / 10**digits
+    text = f'config.ema_decay={ema_decay:g}: after {plural(total_steps, "step")}'
+    text += f', {share:.1%} of the average, which is evaluated and saved, are initial parameters'
+    logging.warning('%s; set --config.ema_decay=%g or none', text, better)
 
 
 class OpenedRun(NamedTuple):

@@ -13,6 +13,7 @@ import numpy as np
 from vit_jax.base import Array, Float, Int, UserError
 from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labeled
+from vit_jax.evaluation.statistics import sample_deviation
 from vit_jax.figures import curves, layers, style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ResNetConfig
@@ -49,7 +50,7 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
             for kind, samples in layer.items():
                 of_draws = np.mean([accuracies(one) for one in samples.swapaxes(0, 1)], axis=0)
                 series = by_series.setdefault(f'{model.name}: {kind}', [])
-                series.append((of_draws.mean(), of_draws.std()))
+                series.append((of_draws.mean(), sample_deviation(of_draws) or 0.0))
     values = np.full((len(by_series), max(map(len, by_series.values())), 2), np.nan)
     for row, series in zip(values, by_series.values(), strict=True):
         row[: len(series)] = series
@@ -95,7 +96,7 @@ def _spread(grid: tuple[int, ...]) -> Int[np.ndarray, 's']:
 
 
 def draw(numbers: Numbers) -> style.Drawing:
-    """Draws a line per series, with the standard deviation over draws."""
+    """Draws a line per series, with the sample standard deviation over draws."""
     shots, classes, tested = (int(numbers[name]) for name in ('shots', 'classes', 'tested'))
     title = f'Probes of each layer: {classes} classes with at most {shots} training images each, '
     lines = []

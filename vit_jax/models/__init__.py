@@ -5,10 +5,10 @@ Sections, appendices, equations and tables without a title are the ViT paper's (
 
 from vit_jax.models.compute import Compute, Regularization, Remat, with_highest_precision
 from vit_jax.models.config import Backbone, Gelu, ModelConfig, Pool, ResNetConfig, ViTConfig
+from vit_jax.models.heads import apply_heads
 from vit_jax.models.masked_patches import Corruption
 from vit_jax.models.model import Model, abstract_params, build, count_multiply_adds, count_params
 from vit_jax.models.variants import SIZES, variant
-from vit_jax.models.vit import apply_heads
 
 __all__ = ['Corruption', 'Model', 'ModelConfig', 'SIZES', 'apply_heads', 'build', 'variant']
 __all__ += ['Backbone', 'Gelu', 'Pool', 'ResNetConfig', 'ViTConfig']  # architecture

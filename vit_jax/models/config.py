@@ -12,7 +12,7 @@ GROUPS = 32  # groups of each GroupNorm in the ResNet
 MAX_SIZE = 1_000_000  # upper bound of all sizes, which catches typos
 
 Gelu = Literal['tanh', 'exact', 'quick']
-# The name of a head (`make_head` in vit.py), or a function f(num_classes) that returns an unnamed
+# The name of a head (`make_head` in heads.py), or a function f(num_classes) that returns an unnamed
 # Flax module from features to logits. All its parameters are below `head/`.
 Head = str | Callable[..., Any]
 # Input of the head: the class token (cls), the mean of the patch tokens (gap), attention pooling

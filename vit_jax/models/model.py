@@ -16,10 +16,11 @@ from vit_jax.base import Array, Float, Key, Params, records
 from vit_jax.models import positions, taps
 from vit_jax.models.compute import PORTABLE, Compute, LastBlock, Regularization, resolve_compute
 from vit_jax.models.config import ModelConfig, ViTConfig
+from vit_jax.models.heads import make_head
 from vit_jax.models.masked_patches import Corruption, PatchOutputs
 from vit_jax.models.positions import Tokens
 from vit_jax.models.resnet import ResNetClassifier
-from vit_jax.models.vit import Images, ViT, make_head
+from vit_jax.models.vit import Images, ViT
 
 Outputs = Float[Array, '...']
 DropoutKey = Key[Array, ''] | None

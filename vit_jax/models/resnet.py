@@ -15,6 +15,7 @@ import numpy as np
 from vit_jax.base import Array, Float
 from vit_jax.models.compute import Compute, apply_remat
 from vit_jax.models.config import GROUPS, Backbone, ResNetConfig
+from vit_jax.models.heads import compute_logits
 from vit_jax.models.taps import tap, tap_array
 
 FeatureMap = Float[Array, 'b h w c']
@@ -169,4 +170,5 @@ class ResNetClassifier(nn.Module):
     def __call__(self, images: FeatureMap, *, output: str = 'logits') -> Float[Array, 'b _']:
         x = ResNet(self.config.backbone, self.compute, name='backbone')(images)
         x = x.astype(jnp.float32).mean((1, 2))
-        return x if self.head is None or output == 'features' else self.head(x)
+        is_logits = self.head is not None and output != 'features'
+        return compute_logits(self.config, self.head, x) if is_logits else x

@@ -1,9 +1,7 @@
 """The Vision Transformer (equations 1 to 4): patches, blocks, pooling, head."""
 
-import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, assert_never
 
@@ -12,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Int, Key, Params, Scalar, UserError, is_off, require
+from vit_jax.base import Array, Bool, Float, Int, Key, Scalar, is_off, require
 from vit_jax.models import activation_sharding, positions
 from vit_jax.models.attention import attend, attention_weights
 from vit_jax.models.compute import Compute, Regularization, apply_remat
-from vit_jax.models.config import Gelu, ModelConfig, PositionsAt, ViTConfig
+from vit_jax.models.config import Gelu, PositionsAt, ViTConfig
+from vit_jax.models.heads import compute_logits
 from vit_jax.models.masked_patches import Corruption, MaskedPatchHead
 from vit_jax.models.positions import Kept, SharedPositions, Table, Tokens
 from vit_jax.models.resnet import ResNet
@@ -360,75 +359,6 @@ def tile_over_batch(tokens: Float[Array | np.ndarray, '1 r d'], like: Tokens) ->
     return jnp.tile(tokens.astype(like.dtype), (like.shape[0], 1, 1))
 
 
-class DistilledHead(nn.Module):
-    """The mean of two heads, one on the class and one on the distillation token (DeiT)."""
-
-    cls: nn.Module
-    dist: nn.Module
-
-    def __call__(self, features: Float[Array, 'b two_d']) -> Float[Array, 'b k']:
-        cls, dist = jnp.split(features, 2, axis=-1)
-        return (self.cls(cls) + self.dist(dist)) / 2
-
-
-class CosineHead(nn.Module):
-    """Scaled cosine similarities of the features and the vector of each class (CLIP), plus a bias.
-
-    With `projection`, features are first projected to this width, that of the class vectors.
-    """
-
-    num_classes: int
-    projection: int | None = None
-
-    @nn.compact
-    def __call__(self, features: Float[Array, 'b d']) -> Float[Array, 'b k']:
-        if self.projection is not None:
-            features = nn.Dense(self.projection, use_bias=False, name='projection')(features)
-        size, init = (features.shape[-1], self.num_classes), nn.initializers.lecun_normal()
-        kernel = self.param('kernel', init, size)
-        scale = self.param('scale', nn.initializers.constant(1 / 0.07), ())  # as CLIP starts
-        bias = self.param('bias', nn.initializers.zeros, ())
-        return scale * (_to_unit_length(features, 1) @ _to_unit_length(kernel, 0)) + bias
-
-
-def _to_unit_length(x: Float[Array, 'n m'], axis: int) -> Float[Array, 'n m']:
-    """Divides the vectors along an axis by their length; vectors of zeros stay zero."""
-    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x**2, axis, keepdims=True), 1e-24))
-
-
-def make_head(config: ModelConfig) -> nn.Module | None:
-    """Makes the head. A linear head starts at zero, with uniform predictions (section 3.2)."""
-    if config.num_classes is None:
-        return None
-    if isinstance(config, ViTConfig) and config.pool == 'cls_dist':
-        one = dataclasses.replace(config, pool='cls')
-        return DistilledHead(make_head(one), make_head(one))
-    if callable(config.head):
-        return config.head(config.num_classes)
-    if config.head == 'linear':
-        zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
-        return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
-    if cosine := re.fullmatch(r'cosine(?::(\d+))?', config.head):
-        return CosineHead(config.num_classes, int(cosine[1]) if cosine[1] else None)
-    expected = 'expected linear, cosine, cosine:WIDTH or f(num_classes) -> flax module'
-    raise UserError(f'model.head={config.head!r}: {expected}')
-
-
-def apply_heads(
-    config: ModelConfig, params: Params, features: Float[Array, 'b d']
-) -> list[Float[Array, 'b k']]:
-    """Returns the logits of each head: one, or two with pool=cls_dist (class, distillation)."""
-    if not isinstance(config, ViTConfig) or config.pool != 'cls_dist':
-        parts = [(params, features)]
-    else:
-        config = dataclasses.replace(config, pool='cls')
-        halves = jnp.split(features, 2, axis=-1)
-        parts = [(params['cls'], halves[0]), (params['dist'], halves[1])]
-    head = make_head(config)
-    assert head is not None  # the parameters belong to a head
-    return [head.apply({'params': own}, half) for own, half in parts]
-
-
 class ViT(ViTModule):
     """Vision Transformer from images to logits, features (the head's input) or patch outputs.
 
@@ -463,7 +393,8 @@ class ViT(ViTModule):
             size, dtype = config.representation_size, self.compute.dtype
             x = jnp.tanh(nn.Dense(size, dtype=dtype, name='pre_logits')(x))
         x = x.astype(jnp.float32)
-        return x if self.head is None or output == 'features' else self.head(x)
+        is_logits = self.head is not None and output != 'features'
+        return compute_logits(config, self.head, x) if is_logits else x
 
     def _embed(self, x: Tokens) -> tuple[Float[Array, 'b m d'], Kept | None]:
         """Adds class tokens, positions and registers (equation 1). Registers have no positions.

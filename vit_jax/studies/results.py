@@ -10,6 +10,7 @@ import numpy as np
 
 from vit_jax.base import Float, Path
 from vit_jax.checkpoints.transfer import with_patch_size
+from vit_jax.evaluation.statistics import sample_deviation
 from vit_jax.models import count_multiply_adds
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, PlotConfig, Study
@@ -127,11 +128,6 @@ def text_of(measure: str, value: float) -> str:
     return f'{value:.2%}' if is_percentage(measure) else f'{value:.4g}'
 
 
-def sample_std(numbers: Sequence[float]) -> float:
-    """Returns the sample standard deviation; 0 for a single number."""
-    return float(np.std(numbers, ddof=1)) if len(numbers) > 1 else 0.0
-
-
 def format_tables(study: Study, rows: Sequence[Row]) -> str:
     """Formats the title and a table per grid in Markdown."""
     texts = [f'# {study.title}', '']
@@ -152,8 +148,8 @@ def format_table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
         for measure in measures:
             numbers = [*row.numbers[measure].values()]
             cell = text_of(measure, float(np.mean(numbers))) if numbers else ''
-            if len(numbers) > 1 and measure != COMPUTE:
-                cell += f' ± {text_of(measure, sample_std(numbers))}'
+            deviation = sample_deviation(numbers) if measure != COMPUTE else None
+            cell += '' if deviation is None else f' ± {text_of(measure, deviation)}'
             cells.append(cell)
         if has_published:
             cells.append('' if row.published is None else text_of(measures[0], row.published))
@@ -199,7 +195,11 @@ def make_lines(
             for row in group
         ]
         y = [[*row.numbers[drawing.y].values()] for row in group]
-        columns = x, [np.mean(numbers) for numbers in y], [sample_std(numbers) for numbers in y]
+        columns = (
+            x,
+            [np.mean(numbers) for numbers in y],
+            [sample_deviation(numbers) or 0.0 for numbers in y],
+        )
         lines.append(Line(name, *(np.array(column, float) for column in columns)))
     return lines, places, joined
 

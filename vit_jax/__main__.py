@@ -10,7 +10,7 @@ import sys
 def find_programs() -> dict[str, str]:
     """Returns the summary of each program by name, from its docstring. Imports nothing."""
     files = sorted(pathlib.Path(__file__).parent.glob('*.py'))
-    texts = {file.stem: file.read_text() for file in files if file.stem != '__main__'}
+    texts = {f.stem: f.read_text(encoding='utf-8') for f in files if f.stem != '__main__'}
     return {
         name: re.split(r'[.]?\n|: python', text.removeprefix('"""'), maxsplit=1)[0]
         for name, text in texts.items()

@@ -18,7 +18,7 @@ import vit_jax
 from tests.test_architecture import DOORS
 from vit_jax import __main__, finetune
 from vit_jax.base.errors import UserError
-from vit_jax.cli import app, config_flags
+from vit_jax.cli import app, config_flags, output
 from vit_jax.distributed.processes import Job
 from vit_jax.training.loop import NotFiniteError
 
@@ -47,6 +47,40 @@ def exit_code(monkeypatch, main, *arguments, parser=None, **options):
 def test_a_file_name_that_is_no_unicode_is_printed_as_it_is(monkeypatch, capfdbinary):
     assert exit_code(monkeypatch, lambda _: print(os.fsdecode(b'caf\xe9.jpg')) or 0) == 0
     assert capfdbinary.readouterr().out == b'caf\xe9.jpg\n'
+
+
+@pytest.mark.parametrize(
+    'encoding, text, expected',
+    [
+        ('utf-8', 'chi\u00e9n \u732b', 'chi\u00e9n \u732b'.encode()),
+        ('latin-1', 'chi\u00e9n \u732b', b'chi\xe9n \\u732b'),
+        ('ascii', 'chi\u00e9n \U0001f600', b'chi\\xe9n \\U0001f600'),
+        ('ascii', 'caf\udce9', b'caf\xe9'),
+    ],
+)
+def test_a_letter_that_the_terminal_lacks_is_escaped(
+    encoding, text, expected, tmp_path, monkeypatch
+):
+    with (tmp_path / 'out').open('w', encoding=encoding) as out, monkeypatch.context() as patch:
+        patch.setattr(sys, 'stdout', out)
+        assert exit_code(patch, lambda _: print(text) or 0) == 0
+    assert (tmp_path / 'out').read_bytes() == expected + b'\n'
+
+
+@pytest.mark.parametrize('only_prints', [False, True])
+def test_a_program_runs_without_standard_output(only_prints, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, 'stdout', None)
+        done = []
+        main = lambda _: print(sys.stdout.isatty()) or done.append(1) or 0  # noqa: E731
+        assert exit_code(patch, main, only_prints=only_prints) == 0 and done
+    assert not capsys.readouterr().err
+
+
+def test_what_a_name_could_do_to_the_terminal_is_escaped():
+    for letter in '\n\x1b\x07\x7f\x9b\u202e\u2066\u2028\u2029\u200f':
+        assert output.escape_controls(f'a{letter}b').isascii()
+    assert output.escape_controls('\u732b \u00e9 \u0627') == '\u732b \u00e9 \u0627'
 
 
 def with_config():

@@ -246,6 +246,14 @@ def read_text(path: Path | str, limit: int = Limit.TEXT_BYTES) -> str:
     return read_file(path, limit).decode('utf-8-sig')
 
 
+def decode_path(path: str) -> str:
+    """Returns a path as text in UTF-8, in which names have the same letters in every locale.
+
+    With a locale that is not UTF-8, Python decodes the names of files by another encoding.
+    """
+    return os.fsencode(path).decode('utf-8', 'surrogateescape')
+
+
 def parse_json(text: str | bytes, **options: Any) -> Any:
     """Parses JSON in UTF-8. Raises ValueError, also for JSON that is nested too deeply."""
     try:

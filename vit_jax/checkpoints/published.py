@@ -28,7 +28,7 @@ class Published(NamedTuple):
     copy: str | None = None  # a Hub repository with the same model; its digest is unknown
 
 
-_TABLE = pathlib.Path(__file__).with_suffix('.csv').read_text().splitlines()
+_TABLE = pathlib.Path(__file__).with_suffix('.csv').read_text(encoding='utf-8').splitlines()
 FILES = {  # by name
     row['name']: Published(row['address'], int(row['mebibytes']), row['copy'] or None)
     for row in csv.DictReader(_TABLE)

@@ -1,5 +1,6 @@
 """Standard output and standard error: closed pipes, log lines, progress bars, escaped text."""
 
+import codecs
 import logging
 import os
 import re
@@ -10,12 +11,22 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from vit_jax.base import StorageError
 
-class _ForgivingStream:
-    """A text stream that is redirected to /dev/null once writing to it fails."""
+_ERRORS = 'vit_jax.escape'  # name of the error handler of stdout and stderr
+# Control characters, separators of lines, and marks of the writing direction.
+_CONTROLS = '[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]'
 
-    def __init__(self, stream: Any):
-        self._stream = stream
+
+class _Stream:
+    """A text stream that is redirected to /dev/null once writing to it fails.
+
+    With `is_needed`, the failure is raised: as BrokenPipeError if nobody reads the stream any more,
+    else as StorageError.
+    """
+
+    def __init__(self, stream: Any, name: str, *, is_needed: bool):
+        self._stream, self._name, self.is_needed = stream, name, is_needed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -24,8 +35,12 @@ class _ForgivingStream:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except OSError:
+        except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            if self.is_needed and isinstance(error, BrokenPipeError):
+                raise
+            if self.is_needed:
+                raise StorageError(f'{self._name}: {error.strerror}') from error
         return len(text)
 
 
@@ -34,18 +49,34 @@ def set_up(*, only_prints: bool = False) -> None:
 
     A program that only prints exits if stdout is closed, as by `| head`; others keep running.
     """
-    if not only_prints:
-        ignore_closed_pipes()
-    if hasattr(sys.stdout, 'reconfigure'):  # file names need not be Unicode
-        sys.stdout.reconfigure(errors='surrogateescape')
+    codecs.register_error(_ERRORS, _escape_unencodable)
+    for name in 'stdout', 'stderr':
+        stream = getattr(sys, name) or open(os.devnull, 'w')  # None: closed when Python started
+        if hasattr(stream, 'reconfigure'):
+            stream.reconfigure(errors=_ERRORS)
+        is_needed = only_prints and name == 'stdout'
+        setattr(sys, name, _Stream(stream, name, is_needed=is_needed))
     _configure_logging()
 
 
 def ignore_closed_pipes() -> None:
-    """Keeps the program running after stdout or stderr is closed, as by `| head -1`."""
-    for name in 'stdout', 'stderr':
-        stream = getattr(sys, name) or open(os.devnull, 'w')  # None: closed when Python started
-        setattr(sys, name, _ForgivingStream(stream))
+    """Keeps the program running after stdout is closed, as by `| head -1`."""
+    vars(sys.stdout)['is_needed'] = False
+
+
+def _escape_unencodable(error: UnicodeError) -> tuple[bytes, int]:
+    """Returns what is written for characters that the encoding of the terminal lacks.
+
+    File names need not be Unicode: their bytes, which Python represents by surrogates, are written
+    as they are. Other characters are written as `\\xe9` or `\\u732b`.
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    parts = []
+    for letter in error.object[error.start : error.end]:
+        is_byte = '\udc80' <= letter <= '\udcff'
+        parts.append(letter.encode('ascii', 'surrogateescape' if is_byte else 'backslashreplace'))
+    return b''.join(parts), error.end
 
 
 def progress_bar(**options: Any) -> Progress:
@@ -55,8 +86,8 @@ def progress_bar(**options: Any) -> Progress:
 
 
 def escape_controls(text: str) -> str:
-    """Escapes control characters, so that a file name cannot move the cursor or add a line."""
-    return re.sub('[\x00-\x1f\x7f-\x9f]', lambda match: repr(match[0])[1:-1], text)
+    """Escapes characters by which a file name could move the cursor, add a line or reorder text."""
+    return re.sub(_CONTROLS, lambda match: ascii(match[0])[1:-1], text)
 
 
 def report_unreadable(problems: Sequence[str], total: int) -> int:

@@ -165,7 +165,9 @@ _OPENERS: dict[str, Callable[[pathlib.Path], Source]] = {
     'sketch': functools.partial(_open_folder, 'sketch'),
     'objectnet': _open_objectnet,
 }
-_ROWS = csv.reader(pathlib.Path(__file__).with_suffix('.csv').read_text().splitlines()[1:])
+_ROWS = csv.reader(
+    pathlib.Path(__file__).with_suffix('.csv').read_text(encoding='utf-8').splitlines()[1:]
+)
 TEST_SETS = tuple(
     TestSet(name, bool(only), float(error) if error else None, command)
     for name, only, error, command in _ROWS

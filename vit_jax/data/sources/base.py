@@ -107,7 +107,7 @@ def labeled_source(
     class_names: Sequence[str],
     *,
     read: Callable[[Any], EncodedImage] | None = None,
-    name_of: Callable[[Any], str] = str,
+    name_of: Callable[[Any], str] | None = None,
     size_of: Callable[[Any], int] = lambda image: -1,
 ) -> Source:
     """Makes a source of images whose labels are in memory.
@@ -117,17 +117,18 @@ def labeled_source(
       labels: Class numbers (n), or multi-label rows of 0 and 1 (n, k), as from `multi_hot`.
       class_names: The names of the classes in the order of their numbers.
       read: Returns the encoded file or the pixels of an image; by default reads a file.
-      name_of: Returns the name of an image for messages.
+      name_of: Returns the name of an image for messages; by default its path.
       size_of: Returns a number that changes with an image (see `Source`); not used without `read`,
         because the size of the file is used.
     """
     labels = np.asarray(labels)
     read_image, read_size = (read, size_of) if read else (read_file, _file_size)
+    to_name = name_of or (str if read else files.decode_path)
     return Source(
         count=len(labels),
         class_names=tuple(class_names),
         read=lambda i: (read_image(images[i]), labels[i]),
-        name_of=lambda i: name_of(images[i]),
+        name_of=lambda i: to_name(images[i]),
         label_of=lambda i: labels[i],
         size_of=lambda i: read_size(images[i]),
         labels_in_memory=True,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from vit_jax.base import MissingFile, UserError, plural, raise_all, require
+from vit_jax.base.files import decode_path
 from vit_jax.data.image_decoding import formats_by_extension
 from vit_jax.data.sources.base import (
     Source,
@@ -94,7 +95,7 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
             faults.append(f'{error}; add images, or move the folder out of the data')
     raise_all(faults)
     _warn_of_loose_images(root)
-    return shuffle_once(labeled_source(paths, labels, class_names))
+    return shuffle_once(labeled_source(paths, labels, [*map(decode_path, class_names)]))
 
 
 def unlabeled_source(paths: Sequence[str]) -> Source:

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Batch, Float, atomic_write, plural, require, usable
+from vit_jax.base import Batch, Float, UserError, atomic_write, plural, require, usable
 from vit_jax.base.files import is_special, read_text, would_replace
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
@@ -58,6 +58,9 @@ def main(arguments: argparse.Namespace) -> int:
     reader = head.make_model_reader(loaded, source, **options)
     names = _read_class_names(loaded, arguments.class_names)
     names = shorten_names(names) if form == 'text' else names
+    if not arguments.features and loaded.config.num_classes is None:
+        advice = 'pass --features=OUT.npz to write features, or fine-tune it'
+        raise UserError(f'{arguments.checkpoint}: the checkpoint has no head; {advice}')
     if not arguments.features:
         loaded.require_head()
     wanted: list[OutputName] = ['probabilities'] if loaded.is_classifier else []

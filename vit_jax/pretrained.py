@@ -158,7 +158,9 @@ class LoadedModel:
     def require_head(self, *, classifier: bool = True) -> None:
         """Raises UserError without a trained head, or with `classifier`, without a classifier."""
         if self.config.num_classes is None:
-            raise UserError('the checkpoint has no head; use its features, or fine-tune it')
+            raise UserError(
+                'the checkpoint has no head; expected a classifier, or use its features'
+            )
         if self.card.is_projection:
             require(not classifier, f'{_PROJECTION_HEAD}; use logits or features, or fine-tune it')
         elif self.card.is_regression:

@@ -1,8 +1,15 @@
 """Files of arrays: read exactly, nothing in them is executed, and damage is noticed."""
 
+import argparse
+import collections
+import io
 import json
 import pathlib
+import pickle
+import re
 import shutil
+import subprocess
+import sys
 import zipfile
 
 import ml_dtypes
@@ -14,6 +21,7 @@ import vit_jax
 from benchmarks import fault_injection
 from tests import reference
 from vit_jax.base import UserError
+from vit_jax.checkpoints.formats import torch_pickles
 from vit_jax.checkpoints.formats.array_files import read_array_file
 
 BLOCK = 'Transformer/encoderblock_0'
@@ -59,6 +67,81 @@ def test_pickle_of_a_pytorch_file_is_never_executed(tmp_path):
         torch.save({'cls': Executed(trap)}, path, _use_new_zipfile_serialization=new)
         rejected(path, 'only tensors are unpickled')
         assert not trap.exists()
+
+
+class Tensor:
+    """Stands for a tensor, which torch pickles by a persistent id."""
+
+
+class Settings:
+    """Stands for an object that torch does not unpickle, which has a text in front of it."""
+
+    model = 'vit'
+
+
+def pickled(value):
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, part):
+            return ('storage', '0') if isinstance(part, Tensor) else None
+
+    file = io.BytesIO()
+    Pickler(file, protocol=2).dump(value)
+    return file.getvalue()
+
+
+ARRAYS = {'cls': Tensor(), 'norm': Tensor()}
+OTHERS = {'args': Settings(), 'optimizer': {'state': {0: Tensor()}}, 'name': 'teacher'}
+CONVERTED = {  # what the printed command takes
+    'MAE': ({'model': ARRAYS} | OTHERS, "['model']"),
+    'DINO': (
+        {'student': ARRAYS, 'teacher': collections.OrderedDict(ARRAYS)} | OTHERS,
+        "['teacher']",
+    ),
+    'timm': (OTHERS | {'state_dict': ARRAYS, 'arch': 'model'}, "['state_dict']"),
+    'net': ({'net': ARRAYS, 'acc': Settings()}, "['net']"),
+    'top': (ARRAYS | {'args': Settings()}, 'torch.is_tensor'),
+    'none': ({'args': Settings(), 'model': {}}, 'contains no tensors'),
+}
+
+
+@pytest.mark.parametrize('name', CONVERTED)
+@pytest.mark.parametrize('is_zip', [False, True])
+def test_the_command_that_converts_a_file_takes_the_key_that_exists(name, is_zip, tmp_path):
+    contents, text = CONVERTED[name]
+    path = tmp_path / 'x.pth'
+    if is_zip:
+        with zipfile.ZipFile(path, 'w') as archive:
+            archive.writestr('x/data.pkl', pickled(contents))
+    else:
+        path.write_bytes(
+            pickled(0x1950A86A20F9469CFC6C) + pickled(1001) + pickled(contents) + b'rest'
+        )
+    assert text in torch_pickles.describe_conversion(path)
+
+
+def test_a_torchscript_program_is_named(tmp_path):
+    with zipfile.ZipFile(path := tmp_path / 'x.pt', 'w') as archive:
+        for name in 'x/data.pkl', 'x/constants.pkl', 'x/code/model.py':
+            archive.writestr(name, b'')
+    rejected(path, 'TorchScript.*torch.jit.load')
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize('key', ['state_dict', 'model', 'teacher', 'net', ''])
+def test_the_printed_command_converts_a_file(key, tmp_path):
+    torch = pytest.importorskip('torch', reason='the torch extra is not installed')
+    tensors = {'a': torch.arange(4.0), 'b': torch.ones(2)}
+    for number, new in enumerate((True, False)):
+        contents = {key: tensors} if key else tensors
+        path = tmp_path / f'{number}.pth'
+        others = {'args': argparse.Namespace(model='x'), 'best': np.float64(1)}
+        torch.save(contents | others, path, _use_new_zipfile_serialization=new)
+        with pytest.raises(UserError) as raised:
+            read_array_file(path)
+        command = re.search('python -c "(.*)"', str(raised.value))[1].replace('FILE', str(path))
+        subprocess.run([sys.executable, '-c', command], cwd=tmp_path, check=True)
+        assert {*read_array_file(tmp_path / 'weights.pth').arrays} == {'a', 'b'}
+        (tmp_path / 'weights.pth').unlink()
 
 
 @pytest.mark.nightly

@@ -28,6 +28,7 @@ from vit_jax.base import (
 )
 from vit_jax.base.files import Limit, open_file
 from vit_jax.base.npz import open_npz
+from vit_jax.checkpoints.formats import torch_pickles
 
 R = TypeVar('R', bound=Record)
 # File endings of weights.
@@ -123,6 +124,7 @@ def read_array_file(path: pathlib.Path) -> FileContents:
         if start[:2] == b'PK':
             with open_file(path) as file, zipfile.ZipFile(file) as archive:
                 is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
+                torch_pickles.reject_programs(archive.namelist())
                 damaged = archive.testzip() if is_torch else None  # torch compares no checksums
             require(damaged is None, f'{damaged}: damaged (wrong checksum); download it again')
             if is_torch:
@@ -206,10 +208,9 @@ def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
         loaded = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as error:  # torch raises many types
         held = re.search(r'GLOBAL ([\w.]+)', str(error))
-        saved = "torch.save(torch.load('FILE', weights_only=False)['state_dict'], 'weights.pth')"
         raise UserError(
             f'not loaded ({held[1] if held else type(error).__name__}): only tensors are unpickled'
-            f'; if you trust the file, convert it: python -c "import torch; {saved}"'
+            f'; {torch_pickles.describe_conversion(path)}'
         ) from error
     arrays = {}
     for name, tensor in _flatten(loaded, torch.Tensor):

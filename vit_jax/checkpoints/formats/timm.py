@@ -37,8 +37,6 @@ _SUPPORTED_POOLS = *_POOLS.values(), 'cls_dist'
 # Fields of `ViTConfig` that have only this value in timm.
 _FIXED = {'parallel': False, 'norm': 'layer', 'qkv_bias': True}
 _FIXED |= {'positions_at': 'stem'}
-# Fields of `ViTConfig` that the arrays do not show.
-_OPTIONS = 'gelu layer_norm_epsilon pool final_norm registers positions pre_norm qk_norm'.split()
 # Keys of the preprocessing, in `pretrained_cfg` or, in older files, at the top level; and timm's
 # defaults.
 _IMAGES = {'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}
@@ -307,12 +305,30 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
         require(value == only, f'the timm format cannot hold {name}={value}; use format=vit_jax')
     is_supported = config.pool in _SUPPORTED_POOLS
     require(is_supported, f'the timm format cannot hold pool={config.pool}; use format=vit_jax')
-    usual = ViTConfig(gelu='exact')
-    options = {name: getattr(config, name) for name in _OPTIONS}
-    stated = [f'{name}={value}' for name, value in options.items() if value != getattr(usual, name)]
-    stated += ['no_embed_class'] * (not layout.class_row and config.positions == 'learned')
-    note = f'not stored in the file; set them with timm.create_model: {", ".join(stated)}'
-    return [note] if stated else []
+    arguments = ', '.join(_model_arguments(config, layout))
+    note = f'not stored in the file; pass to timm.create_model: {arguments}'
+    return [note] if arguments else []
+
+
+def _model_arguments(config: ViTConfig, layout: Layout) -> list[str]:
+    """Returns arguments of timm's `VisionTransformer` that are not its defaults."""
+    by_gelu = {gelu: name for name, gelu in _GELUS.items()}
+    by_pool = {pool: name for name, pool in _POOLS.items()}
+    pool = by_pool.get(config.pool, 'token')  # cls_dist: models such as deit_tiny_distilled
+    has_fc_norm = config.final_norm == 'after_pool'
+    epsilon = config.layer_norm_epsilon
+    arguments = {
+        f'act_layer={by_gelu[config.gelu]!r}': config.gelu != 'exact',
+        f'norm_layer=functools.partial(timm.layers.LayerNorm, eps={epsilon!r})': epsilon != 1e-6,
+        f'global_pool={pool!r}': pool != 'token',
+        f'fc_norm={has_fc_norm}': has_fc_norm != (pool == 'avg'),  # timm's default
+        f'reg_tokens={config.registers}': config.registers > 0,
+        "pos_embed='none'": config.positions == 'none',
+        'no_embed_class=True': not layout.class_row and config.positions == 'learned',
+        'pre_norm=True': config.pre_norm,
+        'qk_norm=True': config.qk_norm,
+    }
+    return [argument for argument, is_needed in arguments.items() if is_needed]
 
 
 TIMM = Format[Layout](

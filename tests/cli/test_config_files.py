@@ -3,6 +3,7 @@
 import configparser
 import dataclasses
 import pathlib
+import re
 import sys
 import typing
 
@@ -24,14 +25,49 @@ def message(given):
     return str(error.value)
 
 
-def test_other_errors_of_a_configuration_are_not_hidden(tmp_path, capsys):
+def test_other_errors_of_a_configuration_are_not_hidden(tmp_path, capsys, monkeypatch):
     file = tmp_path / 'own.py'
     file.write_text("def get_config():\n    return {}['row']\n")
-    with pytest.raises(KeyError) as error:
+    with pytest.raises(UserError) as error:
         read_config_file(str(file))
     assert app.report(error.value) == 1
     shown = capsys.readouterr().err
-    assert f'{file}", line 2' in shown and "KeyError: 'row'" in shown
+    assert f"--config={file}, line 2: KeyError: 'row'" in shown and shown.count('\n') == 1
+    monkeypatch.setattr(sys, 'argv', ['train', '--traceback'])
+    app.report(error.value)
+    assert f'{file}", line 2' in capsys.readouterr().err
+
+
+MISSPELLED = {
+    'ViTConfig(dept=2)': "line 3: ViTConfig has no field 'dept'; did you mean 'depth'",
+    'models.ViTConfig(dept=2)': "line 3: ViTConfig has no field 'dept'; did you mean 'depth'",
+    'VitConfig()': "line 3: .*'VitConfig'.*did you mean 'ViTConfig'",
+    'models.VitConfig()': "line 3: .*'VitConfig'; did you mean 'ViTConfig'",
+    'ViTConfig().dept': "line 3: .*'dept'; did you mean 'depth'",
+    'beside_it.get()': 'beside_it.py, line 2: ZeroDivisionError',
+    'ViTConfig(depth=2,': 'line 3: .*never closed: c = ViTConfig',
+}
+IMPORTS = {
+    'from vit_jax.models import VitConfig': "line 1: .*did you mean 'ViTConfig'",
+    'from vit_jax.training.durations import Duration': "line 1: .*did you mean 'duration'",
+    'import vit_jax.model': "line 1: .*did you mean 'models'",
+    'import broken_it': 'broken_it.py, line 1: invalid syntax: x = = 1',
+    'import unknown_module': "line 1: No module named 'unknown_module'",
+}
+
+
+@pytest.mark.parametrize('line', [*MISSPELLED, *IMPORTS])
+def test_a_misspelled_name_in_a_configuration_gets_a_suggestion(line, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    (tmp_path / 'beside_it.py').write_text('def get():\n    return 1 / 0\n')
+    (tmp_path / 'broken_it.py').write_text('x = = 1\n')
+    begin = 'from vit_jax import models; from vit_jax.models import ViTConfig\nimport beside_it\n'
+    file = tmp_path / 'own.py'
+    file.write_text(line if line in IMPORTS else f'{begin}c = {line}')
+    text = message(file)
+    assert re.search((MISSPELLED | IMPORTS)[line], text) and text.startswith(f'--config={file}')
+    assert '\n' not in text and 'vit_jax/cli' not in text
+    sys.modules.pop('beside_it', None)
 
 
 FILE = """

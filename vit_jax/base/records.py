@@ -130,6 +130,14 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f'did you mean {close[0]!r}?' if close else f'known: {", ".join(known[:60]) or "none"}'
 
 
+def all_records() -> list[type[Record]]:
+    """Returns all record classes that are defined."""
+    found = [Record]
+    for cls in found:
+        found += cls.__subclasses__()
+    return found
+
+
 def union_members(hint: Any) -> tuple[Any, ...]:
     """Returns the members of a union type; a tuple of the type itself for other types."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)

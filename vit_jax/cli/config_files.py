@@ -3,14 +3,18 @@
 import contextlib
 import difflib
 import inspect
+import linecache
 import pathlib
+import pkgutil
+import re
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vit_jax.base import MissingFile, UserError, records, require, usable
+from vit_jax.base.errors import format_error
 from vit_jax.base.files import Limit, read_file
 from vit_jax.config import TrainConfig, read_config
 
@@ -94,14 +98,58 @@ def _call(module: types.ModuleType, argument: list[str]) -> Any:
 
 @contextlib.contextmanager
 def _locate_errors(path: str, file: pathlib.Path) -> Iterator[None]:
-    """Adds the file and the line to a UserError raised within; other exceptions pass through."""
+    """Converts an exception of the user's code into a UserError with the file and the line.
+
+    --traceback shows the whole traceback.
+    """
     try:
         yield
-    except UserError as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(file)]
-        where = f', line {lines[-1]}' if lines else ''
-        raise UserError(f'--config={path}{where}: {error}') from error
+    except Exception as error:
+        folder = file.parent.absolute()
+        frames = [
+            (pathlib.Path(frame.f_code.co_filename).absolute(), line, frame)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
+        own = [frame for frame in frames if frame[0].is_relative_to(folder)]
+        place, line, frame = own[-1] if own else (file.absolute(), None, None)
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            place, line = pathlib.Path(error.filename).absolute(), error.lineno
+        where = f'--config={path}' + ('' if place == file.absolute() else f': {place}')
+        where += '' if line is None else f', line {line}'
+        code = linecache.getline(str(place), line or 0)
+        text = str(error) if isinstance(error, UserError) else _describe(error, frame, code)
+        raise UserError(f'{where}: {text}') from error
+
+
+def _describe(error: Exception, frame: types.FrameType | None, code: str) -> str:
+    """Describes an exception of a line of the user's code; suggests a name for a misspelled one."""
+    text = format_error(error)
+    if isinstance(error, SyntaxError):
+        return f'{error.msg}: {(error.text or "").strip()}'
+    if isinstance(error, ModuleNotFoundError):
+        parent, _, name = str(error.name).rpartition('.')
+        modules = pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', None))
+        return f'{text}; {records.closest(name, [module.name for module in modules])}'
+    if isinstance(error, ImportError):
+        missing = re.match("cannot import name '(.+?)'", str(error))
+        known = vars(sys.modules[error.name]) if error.name in sys.modules else {}
+        return f'{text}; {records.closest(missing[1], _public(known))}' if missing else text
+    if isinstance(error, NameError):
+        known = {**frame.f_globals, **frame.f_locals} if frame else {}
+        return f'{text}; {records.closest(str(error.name), _public(known))}'
+    if isinstance(error, AttributeError):
+        return f'{text}; {records.closest(str(error.name), _public(dir(error.obj)))}'
+    keyword = re.search(r"(\w*).*got an unexpected keyword argument '(\w+)'", text)
+    if isinstance(error, TypeError) and keyword:
+        for cls in records.all_records():
+            if cls.__name__ == keyword[1] or re.search(rf'\b{cls.__name__}\(', code):
+                hint = records.closest(keyword[2], records.field_types(cls))
+                return f'{cls.__name__} has no field {keyword[2]!r}; {hint}'
+    return f'{type(error).__name__}: {text}; --traceback shows where'
+
+
+def _public(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not name.startswith('_')]
 
 
 def _read_json(file: pathlib.Path, kind: type[Any]) -> Any:

@@ -1,5 +1,9 @@
 """Vision Transformers in JAX: pre-train, fine-tune, probe with few labels, and look inside."""
 
+import os
+import re
+import signal
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = '0.1.0'
@@ -20,3 +24,15 @@ def __getattr__(name: str) -> Any:
 
         return getattr(pretrained, name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def exit_on_interrupt(*_: Any) -> None:
+    """Handles Ctrl-C while a program imports libraries, which may ignore a KeyboardInterrupt."""
+    print('error: interrupted', file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+# `cli.app.run` and `Job` install other handlers. In the background, a shell ignores the signal.
+if any(re.fullmatch(r'(.*/)?vit_jax(\.\w+)?', word) for word in sys.orig_argv[1:3]):
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, exit_on_interrupt)

@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -81,6 +82,29 @@ def test_what_a_name_could_do_to_the_terminal_is_escaped():
     for letter in '\n\x1b\x07\x7f\x9b\u202e\u2066\u2028\u2029\u200f':
         assert output.escape_controls(f'a{letter}b').isascii()
     assert output.escape_controls('\u732b \u00e9 \u0627') == '\u732b \u00e9 \u0627'
+
+
+def test_an_interrupt_during_the_imports_is_one_line(tmp_path):
+    """Also if a library ignores it, as callbacks of Python do."""
+    (tmp_path / 'jax.py').write_text(
+        'import time\n'
+        'print("importing", flush=True)\n'
+        'try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    time.sleep(60)\n'
+    )
+    environment = os.environ | {'PYTHONPATH': f'{tmp_path}:{pathlib.Path.cwd()}'}
+    process = subprocess.Popen(
+        [sys.executable, '-m', 'vit_jax.train'],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # As in a terminal; in the background, a shell ignores the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout.readline() == 'importing\n'
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, 'error: interrupted\n')
 
 
 def with_config():

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import shutil
+import signal
 import types
 
 import chex
@@ -31,6 +33,7 @@ from vit_jax.data.sources.folders import unlabeled_source
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.data.sources.tfds import read_tfrecords
 from vit_jax.distributed.meshes import MeshConfig
+from vit_jax.distributed.processes import Interrupted
 from vit_jax.evaluation import head, probes, probing
 from vit_jax.evaluation.episodes import EpisodesConfig
 from vit_jax.evaluation.evaluator import batches_on_all_devices
@@ -180,7 +183,7 @@ def test_the_first_steps_do_not_depend_on_the_length_of_the_run(tmp_path):
     assert losses(5)[:3] == losses(3)
 
 
-DEEPER = tiny.model(num_classes=None, depth=4)
+DEEPER, MUON = tiny.model(num_classes=None, depth=4), OptimizerConfig(kind='muon')
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,11 @@ DEEPER = tiny.model(num_classes=None, depth=4)
     [
         ({'seed': 3}, False, r'seed: 0 -> 3'),
         pytest.param({'total': Duration(steps=7)}, True, 'config.total', marks=pytest.mark.gate),
-        pytest.param({'model': DEEPER}, True, 'params', marks=pytest.mark.gate),
+        pytest.param({'model': DEEPER}, True, 'config.model.depth: 3 -> 4', marks=pytest.mark.gate),
+        pytest.param(
+            {'ema_decay': 0.5}, True, 'config.ema_decay: None -> 0.5\\n', marks=pytest.mark.gate
+        ),
+        pytest.param({'optimizer': MUON}, True, 'config.optimizer.kind', marks=pytest.mark.gate),
     ],
 )
 def test_a_resume_that_does_not_fit_is_rejected_and_changes_nothing(trained, changes, accept, name):
@@ -245,6 +252,29 @@ def test_what_few_shot_needs_is_looked_for_before_training(tmp_path):
     config = tiny.experiment(fewshot=FewshotConfig(sets={'x': ProbeSet(data='/no/where')}))
     with pytest.raises(FileNotFoundError, match='/no/where'):
         training_run.train(config, str(tmp_path))
+
+
+@pytest.mark.gate
+def test_an_interrupt_in_python_saves_as_the_program_does(tmp_path):
+    earlier = signal.getsignal(signal.SIGINT)
+    strike = tiny.WatchedJob(lambda beat: beat == 4 and os.kill(os.getpid(), signal.SIGINT))
+    config = tiny.experiment(total=Duration(steps=8))
+    with pytest.raises(Interrupted, match=r'stopped at step (\d); saved in') as stopped:
+        training_run.train(config, str(tmp_path), job=strike)
+    assert signal.getsignal(signal.SIGINT) is earlier
+    step = int(re.search(r'step (\d)', str(stopped.value))[1])
+    assert 0 < step < 8 and (tmp_path / 'checkpoints' / str(step)).is_dir()
+    assert int(training_run.train(config, str(tmp_path)).state.step) == 8
+
+
+@pytest.mark.nightly
+def test_a_run_without_jit_trains_evaluates_and_saves(tmp_path):
+    """Flax draws other initial parameters then, so the numbers differ."""
+    config = tiny.experiment(total=Duration(steps=2), batch_size=8, eval_split='test[:8]')
+    with jax.disable_jit():
+        result = training_run.train(config, str(tmp_path))
+    assert np.isfinite(result.evals['test']['loss'])
+    assert [line['step'] for line in lines(tmp_path)] == [2, 2] and result.checkpoint.exists()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -177,9 +177,30 @@ def jit(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
     """Jits a function for the devices of a mesh; passes options to `jax.jit`.
 
     On CPUs, XLA's optimization level is 2 unless XLA_FLAGS sets it. The passes of the highest level
-    take a sixth of the compile time, and made no step faster.
+    take a sixth of the compile time, and made no step faster. With JAX_DISABLE_JIT, the function is
+    executed operation by operation.
     """
+    if jax.config.values['jax_disable_jit']:
+        return _EagerFunction(function, options.get('out_shardings'))
     on_cpu, level = mesh.devices.flat[0].platform == 'cpu', 'xla_backend_optimization_level'
     is_set = level in os.environ.get('XLA_FLAGS', '')
     compiler_options = {level: 2} if on_cpu and not is_set else None
     return jax.jit(function, compiler_options=compiler_options, **options)
+
+
+class _EagerFunction(NamedTuple):
+    """A function with the methods of a jitted one, for debugging with JAX_DISABLE_JIT."""
+
+    function: Callable[..., Any]
+    out_shardings: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        outputs = self.function(*arguments)
+        shardings = self.out_shardings
+        return outputs if shardings is None else jax.device_put(outputs, shardings)
+
+    def lower(self, *_: Any) -> '_EagerFunction':
+        return self
+
+    def compile(self) -> '_EagerFunction':
+        return self

@@ -263,6 +263,27 @@ class Job:
         """From this call on, signals raise Interrupted in `tick`; before it, they exit at once."""
         self._has_state = True
 
+    @contextlib.contextmanager
+    def saving_on_interrupt(self) -> Iterator[None]:
+        """Makes the first Ctrl-C within the block stop `tick`, so that the caller can save.
+
+        Does nothing in programs, which handle signals anyway, and outside of the main thread.
+        """
+        if self._is_watched or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        earlier = signal.getsignal(signal.SIGINT)
+
+        def stop(*_: Any) -> None:
+            signal.signal(signal.SIGINT, earlier)
+            self._stop(EXIT_INTERRUPTED)
+
+        signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, earlier)
+
     def tick(self) -> None:
         """Reports progress. All processes must call it the same number of times.
 

@@ -10,13 +10,13 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
 
-from vit_jax.base import Params, Path, plural, require, write_json
+from vit_jax.base import Params, Path, UserError, plural, require, write_json
 from vit_jax.base.files import read_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import StepKind, TrainConfig, write_config
@@ -43,8 +43,15 @@ from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, Trainin
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
 
-_MAX_INITIAL_SHARE = (
-    0.05  # of the initial parameters in their average at the end, without a warning
+_MAX_INITIAL_SHARE = 0.05  # of the initial parameters in the average; a larger one is reported
+# Fields of the configuration on which the arrays of a checkpoint depend.
+_FIELDS_OF_ARRAYS = (
+    'model',
+    'optimizer',
+    'ema_decay',
+    'accumulation_steps',
+    'objective',
+    'image_size',
 )
 
 
@@ -112,7 +119,8 @@ def train(
         checkpoints = open_checkpoint_store(experiment, workdir, job)
         # If another process has died, a save never finishes.
         stack.push(lambda kind, *_: checkpoints.close(2 if kind and job.count > 1 else None))
-        state, progress = restore_or_init(experiment, programs.state, checkpoints, job, console)
+        with explain_changes(workdir.changes):
+            state, progress = restore_or_init(experiment, programs.state, checkpoints, job, console)
         steps = range(int(state.step), experiment.length.total_steps)
         if selection and (saved := progress.get('selection')):
             selection.resume(saved)
@@ -268,6 +276,20 @@ def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) ->
     return checkpoints
 
 
+@contextlib.contextmanager
+def explain_changes(changes: Sequence[str]) -> Iterator[None]:
+    """Adds to a UserError the accepted changes that change the arrays of a checkpoint."""
+    try:
+        yield
+    except UserError as error:
+        lines = [f'config.{line}' for line in changes if line.startswith(_FIELDS_OF_ARRAYS)]
+        if not lines:
+            raise
+        advice = 'undo them, or start a new run from this checkpoint with --config.start_from'
+        text = f'the checkpoint does not fit these changes; {advice}:'
+        raise UserError('\n  '.join([text, *lines]) + f'\n{error}') from error
+
+
 def restore_or_init(
     experiment: Experiment,
     abstract: TrainState,
@@ -360,8 +382,9 @@ class TrainingRun:
             write_config(workdir.folder / workdirs.CONFIG, experiment.export_config())
         self.job.save_on_signals()
         try:
-            if self._resume_evaluations(state, steps) > steps.start:
-                state = self._fit(state, steps, profile)
+            with self.job.saving_on_interrupt():
+                if self._resume_evaluations(state, steps) > steps.start:
+                    state = self._fit(state, steps, profile)
         except NotFiniteError as error:
             self._finish('diverged', None)
             last = self.checkpoints.latest_step

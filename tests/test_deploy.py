@@ -121,22 +121,58 @@ def test_the_task_of_skypilot_matches_its_schema(tmp_path):
     assert arguments.workdir == task['envs']['WORKDIR']
 
 
+def run_slurm(folder, srun, count=''):
+    """Runs deploy/slurm.sh with this script as `srun`; the work directory is `run`."""
+    scripts = {'srun': f'printf "%s\\n" "$@" > {folder}/words; {srun}', 'scontrol': 'echo "$@"'}
+    scripts['script'] = (
+        (DEPLOY / 'slurm.sh')
+        .read_text()
+        .replace('workdir=/shared/run', f'workdir="{folder}/a run"')
+    )
+    for name, text in scripts.items():
+        (folder / name).write_text(f'#!/bin/bash\n{text}\n')
+        (folder / name).chmod(0o755)
+    (folder / 'a run').mkdir(exist_ok=True)
+    env = os.environ | {'PATH': f'{folder}:{os.environ["PATH"]}', 'SLURM_JOB_ID': '7'}
+    env |= {'SLURM_CPUS_PER_TASK': '12', 'SLURM_RESTART_COUNT': count}
+    command = [folder / 'script', '--config.seed=1']
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     'code, count, requeued',
     [(75, '', 'requeue 7\n'), (137, '1', 'requeue 7\n'), (75, '100', ''), (1, '', ''), (0, '', '')],
 )
 def test_slurm_queues_a_job_again_after_exit_code_75_and_a_kill(code, count, requeued, tmp_path):
-    scripts = {'srun': f'echo "$@" > {tmp_path}/words; exit {code}', 'scontrol': 'echo "$@"'}
-    for name, text in scripts.items():
-        (tmp_path / name).write_text(f'#!/bin/sh\n{text}\n')
-        (tmp_path / name).chmod(0o755)
-    env = os.environ | {'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'SLURM_JOB_ID': '7'}
-    env |= {'SLURM_CPUS_PER_TASK': '12', 'SLURM_RESTART_COUNT': count}
-    script = DEPLOY / 'slurm.sh'
-    done = subprocess.run([script, '--config.seed=1'], env=env, capture_output=True, text=True)
+    done = run_slurm(tmp_path, f'exit {code}', count)
     assert (done.returncode, done.stdout) == (code, requeued)
-    words = (tmp_path / 'words').read_text().split()
+    words = (tmp_path / 'words').read_text().splitlines()
     assert '--cpus-per-task=12' in words and check_flags(words).config.seed == 1
+
+
+def test_slurm_queues_a_job_that_makes_no_step_at_most_three_times(tmp_path):
+    steps = """echo '{"run": 1, "event": "reported", "step": 50}' >> '%s'; exit 137"""
+    steps %= f'{tmp_path}/a run/events.jsonl'
+    for starts in 4, 2:  # a start with steps in between counts again from zero
+        ends = [run_slurm(tmp_path, 'exit 137').stdout for _ in range(starts)]
+        assert ends == ['requeue 7\n' if start < 3 else '' for start in range(starts)]
+        assert [run_slurm(tmp_path, steps).stdout for _ in range(5)] == ['requeue 7\n'] * 5
+
+
+def copied():
+    """The files and folders that the Dockerfile copies into an image."""
+    lines = re.findall('^COPY (.*)$', (DEPLOY / 'Dockerfile').read_text(), re.MULTILINE)
+    return [name for line in lines for name in line.split()[:-1]]
+
+
+def test_an_image_has_no_files_of_the_user_and_does_not_run_as_root():
+    text = (DEPLOY / 'Dockerfile').read_text()
+    assert not {'.', '*', 'tests', 'benchmarks'} & {*copied()}
+    assert all((ROOT / name).exists() for name in copied())
+    for target in text.split('\nFROM ')[2:]:
+        assert re.findall('^USER (.*)$', target, re.MULTILINE)[-1:] == ['vit'], target
+    _, pod = check_jobset(yaml.safe_load((DEPLOY / 'gke/base/jobset.yaml').read_text()))
+    assert pod['securityContext']['runAsNonRoot']
 
 
 def dockerfile():
@@ -152,7 +188,13 @@ def test_the_lines_of_the_dockerfile_install_what_the_quickstart_needs(tmp_path)
     """In a virtual environment; the line of apt-get is not run."""
     install, program = dockerfile()
     ignored = (DEPLOY / 'Dockerfile.dockerignore').read_text().replace('**/', '').split()
-    copy = shutil.copytree(ROOT, tmp_path / 'vit_jax', ignore=shutil.ignore_patterns(*ignored))
+    (copy := tmp_path / 'vit_jax').mkdir()
+    for name in copied():
+        if (ROOT / name).is_dir():
+            ignore = shutil.ignore_patterns(*ignored)
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, copy / name)
     subprocess.run([sys.executable, '-m', 'venv', tmp_path / 'venv'], check=True)
     python = tmp_path / 'venv/bin/python'
     subprocess.run([python, '-m', 'pip', *install], cwd=copy, check=True, timeout=900)

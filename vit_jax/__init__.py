@@ -4,8 +4,10 @@ import os
 import re
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
+STARTED = time.time()  # in seconds since 1970; the first seconds of a program are its imports
 __version__ = '0.1.0'
 __all__ = ['load', 'save']
 

@@ -6,6 +6,8 @@ mostly wait run at the same time.
 
 import contextlib
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -190,3 +192,12 @@ def test_two_processes_of_one_number_are_an_error(tmp_path):
     with running(tmp_path, count=3, each=places.__getitem__, flags=flags) as started:
         assert REQUEUE in codes(started)
     assert '--process_id' in ''.join(host.text for host in started)
+
+
+def test_the_time_of_a_start_counts_from_the_first_line_of_the_package():
+    """A shell replaces itself by its last command, which has the shell's time of creation."""
+    code = 'from vit_jax.distributed.processes import Job; print(Job().started)'
+    command = f'date +%s.%N; exec {sys.executable} -c "{code}"'
+    done = subprocess.run(['bash', '-c', command], capture_output=True, text=True, check=True)
+    typed, started = map(float, done.stdout.split())
+    assert typed < started

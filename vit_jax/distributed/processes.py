@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import psutil
 
 # Private modules, for four reasons. The processes compare configurations before they initialize
 # devices, but multihost_utils needs devices. jax's sync point for preemption handles only SIGTERM,
@@ -37,6 +36,7 @@ import psutil
 from jax._src import cache_key, clusters, distributed, xla_bridge
 from jaxlib import _jax
 
+import vit_jax
 from vit_jax.base import Record, UserError, raise_all, records, require, usable
 from vit_jax.base.errors import format_error, is_out_of_memory
 
@@ -196,7 +196,7 @@ class Job:
         self._has_state, self._ticks, self._stop_code = False, 0, 0
         self._last_signal, self._deadline = 0, float('inf')
         self._pace_step: int | None = None  # step of the last `compare_pace`
-        self.started = psutil.Process().create_time()  # in seconds since 1970
+        self.started = vit_jax.STARTED
         self._keys = itertools.count()  # all processes use the keys in the same order
         self._connected, self._left = threading.Event(), threading.Event()
         self._find_others()

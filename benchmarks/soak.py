@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tests.hosts import free_port, result
-from vit_jax.base import storage
+from vit_jax.base import files
 from vit_jax.distributed.processes import REQUEUE
 from vit_jax.experiment.reporter import read_events
 
@@ -99,7 +99,7 @@ def wait_for_step(
 def soak(folder: pathlib.Path, count: int, kills: int) -> list[dict[str, Any]]:
     """Kills one run until its record has `kills` kills; returns the record."""
     path = folder / 'kills.jsonl'
-    record = storage.read_json_lines(path, step=int, seconds=float)
+    record = files.read_json_lines(path, step=int, seconds=float)
     killed: dict[str, Any] | None = None  # the kill whose recovery is being measured
     while len(record) < kills:
         moments = random.Random(f'{count} {len(record)} {killed is None}')

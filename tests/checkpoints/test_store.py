@@ -144,13 +144,33 @@ def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, monkeyp
     assert not digests.list_steps(tmp_path / 'run/checkpoints')
 
 
+def test_a_run_that_was_replaced_completes_no_checkpoint(saved):
+    """Another run may take over the work directory while a checkpoint is written."""
+    folder, _ = saved
+    calls = []
+
+    def check_lease():
+        calls.append(1)
+        if len(calls) > 1:  # the first call is before anything is written
+            raise UserError('taken over')
+
+    checkpoints = store.Checkpoints(folder, keep=2, check_lease=check_lease)
+    with pytest.raises(UserError, match='taken over'):
+        save(checkpoints, 5)
+    assert digests.list_steps(folder / 'checkpoints') == [4, 2]
+    checkpoints.close()
+
+
 @pytest.mark.parametrize(
     'head, name',
     [
-        ({'kernel': jnp.zeros((8, 4)), 'bias': jnp.ones(8)}, 'head/kernel'),
-        ({'kernel': PARAMS['head']['kernel']}, 'head/bias'),
-        (PARAMS['head'] | {'scale': jnp.ones(8)}, 'head/scale'),
-        (PARAMS['head'] | {'bias': jnp.ones(8, jnp.bfloat16)}, 'bfloat16'),
+        (
+            {'kernel': jnp.zeros((8, 4)), 'bias': jnp.ones(8)},
+            r'head/kernel is .*2, 4, 8.*expected .*8, 4',
+        ),
+        ({'kernel': PARAMS['head']['kernel']}, 'extra head/bias'),
+        (PARAMS['head'] | {'scale': jnp.ones(8)}, 'missing head/scale'),
+        (PARAMS['head'] | {'bias': jnp.ones(8, jnp.bfloat16)}, 'expected bfloat16'),
     ],
 )
 def test_a_state_of_other_names_shapes_or_types_is_rejected(saved, head, name):

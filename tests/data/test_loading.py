@@ -93,6 +93,13 @@ def test_classes_are_as_frequent_as_configured_and_their_images_take_turns(balan
     assert first != {*np.flatnonzero(labels == 4)[: len(first)]}
 
 
+def test_classes_of_one_size_have_orders_of_their_own():
+    sampler = loading.balanced_sampler(np.repeat([0, 1], 40), balance=1.0, seed=3)
+    indices = np.array([sampler(position).index for position in range(80)])
+    first, second = indices[indices < 40], indices[indices >= 40] - 40
+    assert sorted(first) == sorted(second) and list(first) != list(second)
+
+
 @pytest.mark.parametrize('kind', [{'multi_label': True}, {'class_names': ()}])
 def test_images_without_exactly_one_class_are_not_balanced(kind):
     with pytest.raises(UserError, match='loader.balance=1.0'):

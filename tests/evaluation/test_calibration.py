@@ -55,6 +55,13 @@ def test_the_planted_temperature_is_found_and_repairs_the_other_half():
         assert right.nll < calibration.score(logits, labels, other * found.temperature).nll
 
 
+@pytest.mark.parametrize('temperature', [0.1, 15.0])
+def test_models_of_far_too_little_or_too_much_confidence_are_repaired(temperature):
+    logits, labels = draw(temperature=1.0)
+    found = calibration.evaluate(temperature * logits, labels)
+    assert found.temperature == pytest.approx(temperature, rel=0.05)
+
+
 def test_the_temperature_is_not_fitted_to_the_half_that_it_is_tested_on():
     logits, labels = draw(temperature=1.0, count=1000)
     order = np.random.default_rng(0).permutation(1000)

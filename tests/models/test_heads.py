@@ -5,6 +5,7 @@ import re
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from tests import tiny
 from vit_jax.base import records
 from vit_jax.base.errors import UserError
 from vit_jax.checkpoints.transfer import head_params
-from vit_jax.models import Backbone, ResNetConfig, ViTConfig, build, count_params
+from vit_jax.models import Backbone, ResNetConfig, ViTConfig, apply_heads, build, count_params
 
 
 def two_layers(num_classes):
@@ -53,6 +54,17 @@ def test_a_configuration_names_the_function_that_text_cannot_hold():
         jax.eval_shape(build(again).init, jax.random.key(0))
     with pytest.raises(UserError, match='head_bias=-1.0'):
         tiny.model(head=two_layers, head_bias=-1.0)
+
+
+def test_each_of_two_heads_reads_its_own_token():
+    model, params = tiny.built(tiny.model(depth=1, pool='cls_dist'))
+    features = jnp.concatenate([jnp.ones((1, 16)), jnp.zeros((1, 16))], axis=1)
+    weights = {'kernel': jnp.ones((16, tiny.CLASSES)), 'bias': jnp.zeros(tiny.CLASSES)}
+    cls, dist = apply_heads(model.config, {'cls': weights, 'dist': weights}, features)
+    assert (cls == 16).all() and (dist == 0).all()
+    images = tiny.images(config=model.config)
+    both = apply_heads(model.config, params['head'], model.features(params, images))
+    np.testing.assert_allclose(sum(both) / 2, model.apply(params, images), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('name', NETWORKS)

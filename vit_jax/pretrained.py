@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.base import Array, Float, Params, UInt8, UserError, records, require, tree_names
-from vit_jax.base.storage import usable
+from vit_jax.base.errors import redact_url
+from vit_jax.base.storage import is_remote, usable
 from vit_jax.checkpoints import remote, transfer
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.digests import digest_model
@@ -474,8 +475,12 @@ def _decode_image(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 
     from PIL import Image
 
     if isinstance(image, str | os.PathLike):
-        with error_prefix(os.fspath(image)):
-            return decode(read_file(image), exif_rotation=exif_rotation)
+        path = os.fspath(image)
+        require(not is_remote(path), f'{redact_url(path)}: expected the path of an image on a disk')
+        with usable(path):
+            stored = read_file(path)
+        with error_prefix(path):
+            return decode(stored, exif_rotation=exif_rotation)
     if isinstance(image, bytes):
         return decode(image, exif_rotation=exif_rotation)
     if isinstance(image, Image.Image):

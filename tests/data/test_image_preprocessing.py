@@ -61,6 +61,20 @@ def test_each_door_gives_the_stored_color_whatever_the_transparency(kind, option
     )
 
 
+def test_16_bits_of_a_bmp_and_premultiplied_alpha_are_those_of_pillow():
+    """Five bits of blue, green and red are scaled to 8 bits."""
+    values = np.arange(32, dtype='<u2')
+    pixels = (values | values << 5 | values[::-1] << 10).tobytes()
+    header = struct.pack('<IiiHHIIiiII', 40, 32, 1, 1, 16, 0, len(pixels), 0, 0, 0, 0)
+    stored = b'BM' + struct.pack('<IHHI', 54 + len(pixels), 0, 0, 54) + header + pixels
+    expected = np.asarray(Image.open(io.BytesIO(stored)).convert('RGB'))
+    assert expected[0, 31, 2] == expected[0, 31, 1] == 255
+    np.testing.assert_array_equal(decoded(stored), expected)
+    image = Image.fromarray(PHOTO[..., 0]).convert('LA').convert('La')
+    found = image_decoding.decode_pillow(image, exif_rotation=True)
+    np.testing.assert_array_equal(found, PHOTO[..., :1].repeat(3, axis=-1))
+
+
 @pytest.mark.parametrize('kind', ['PNG', 'TIFF', 'JPEG2000'])
 def test_16_bits_are_the_high_byte_through_each_door(kind):
     stored = encoded(Image.fromarray((PHOTO[..., 0].astype(np.uint16) << 8) + 200), kind)

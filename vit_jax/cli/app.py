@@ -7,6 +7,7 @@ A program is a file in vit_jax/ with the functions `make_parser` and `main`. Its
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import signal
@@ -165,7 +166,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_flags(self, words: Sequence[str]) -> None:
         flags = [name for name in self._option_string_actions if name.startswith('--')]
-        for word in words:
+        for word in itertools.takewhile(lambda word: word != '--', words):
             flag = word.partition('=')[0]
             if flag.startswith('--') and flag not in flags:
                 name = flag[2:].rpartition('.')[2]

@@ -26,8 +26,9 @@ MAX_PIXELS_LIMIT = 2**30  # the largest limit that a user may set
 # Supported formats, by Pillow's names.
 _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF', 'HEIF'
 # Pillow decodes the other formats: OpenCV multiplies the colors of TIFF by alpha, replaces the
-# colors of transparent GIF pixels, cannot read CMYK in JPEG 2000, and does not scale PPM to 8 bits.
-_BY_OPENCV = 'PNG', 'BMP', 'WEBP'
+# colors of transparent GIF pixels, cannot read CMYK in JPEG 2000, does not scale PPM to 8 bits, and
+# rounds BMP with 16 bits per pixel otherwise.
+_BY_OPENCV = 'PNG', 'WEBP'
 _HEIC_BRANDS = b'heic', b'heix', b'heim', b'heis', b'hevc', b'mif1', b'msf1'  # after `ftyp`
 HEIC_REMEDY = 'pip install pillow-heif to read HEIC photos, or convert them to JPEG'
 _ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # EXIF and TIFF tags
@@ -309,6 +310,7 @@ def _to_rgb(image: 'PillowImage') -> Image:
     if is_16_bit:  # `convert` would clip values above 255 to white
         high = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(high[..., None], 3, axis=-1)
+    image = image.convert('LA') if image.mode == 'La' else image
     return np.asarray(image.convert('RGB'))
 
 

@@ -6,6 +6,7 @@ Each format is a record in its own module; to add one, write the module and list
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -112,9 +113,11 @@ def _find_weights(place: pathlib.Path) -> list[pathlib.Path]:
     if not place.is_dir():
         return [place]
     for name in array_files.WEIGHTS:  # like transformers, prefers a single file to shards
-        if os.path.lexists(place / name):
-            return [place / name]
         index = place / f'{name}{array_files.INDEX}'
+        if os.path.lexists(place / name):
+            if index.exists():
+                logging.warning('%s: %s is read, and not the shards of %s', place, name, index.name)
+            return [place / name]
         if os.path.lexists(index):
             shards = {*array_files.read_json(index).part('weight_map').values()}
             return sorted(place / pathlib.PurePath(str(shard)).name for shard in shards)

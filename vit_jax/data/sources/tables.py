@@ -46,7 +46,7 @@ def open_splits(path: str) -> Splits:
     file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
     with usable(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
         text = read_text(file, Limit.TABLE_BYTES)
-    for line, values in _read_csv(text) if file.suffix == '.csv' else _read_jsonl(text):
+    for line, values in _read_csv(text) if file.suffix.lower() == '.csv' else _read_jsonl(text):
         try:
             rows.append(_parse_row(values, line))
         except UserError as error:
@@ -67,7 +67,9 @@ def open_splits(path: str) -> Splits:
     return {split or 'all': functools.partial(open_split, split) for split in splits}
 
 
-KIND = SourceKind('FILE.csv or .jsonl', lambda data: data.endswith(('.csv', '.jsonl')), open_splits)
+KIND = SourceKind(
+    'FILE.csv or .jsonl', lambda data: data.lower().endswith(('.csv', '.jsonl')), open_splits
+)
 
 
 def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+from concurrent import futures
 
 import chex
 import jax
@@ -142,6 +143,42 @@ def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, monkeyp
             save(checkpoints, step)
     checkpoints.close()
     assert not digests.list_steps(tmp_path / 'run/checkpoints')
+
+
+def test_what_a_killed_writer_of_a_checkpoint_left_is_removed(tmp_path):
+    for name in 'a', 'a-b':
+        left = tmp_path / f'.partial-{name}-{"0" * 32}.orbax-checkpoint-tmp'
+        (left / 'params').mkdir(parents=True)
+    store.write_standalone(tmp_path / 'a', PARAMS, CARD)
+    assert sorted(os.listdir(tmp_path)) == [f'.partial-a-b-{"0" * 32}.orbax-checkpoint-tmp', 'a']
+
+
+def test_two_writers_of_one_checkpoint_take_turns(tmp_path):
+    def write(scale):
+        params = jax.tree.map(lambda x: scale * x, PARAMS)
+        store.write_standalone(tmp_path / 'a', params, CARD)
+
+    with futures.ThreadPoolExecutor() as pool:
+        list(pool.map(write, [1.0, 2.0, 3.0]))
+    assert store.load_params(str(tmp_path / 'a'))['head']['bias'][0] in (1, 2, 3)
+    assert os.listdir(tmp_path) == ['a']
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    store.write_standalone(tmp_path / 'a', PARAMS, CARD)
+    before = sorted(tmp_path.rglob('*'))
+
+    def no_room(*_):
+        raise ValueError('RESOURCE_EXHAUSTED: No space left on device [details]\n[more details]')
+
+    for place in (ocp.Checkpointer, 'save'), (digests, 'write_digests'):
+        with monkeypatch.context() as patch, pytest.raises(StorageError) as raised:
+            patch.setattr(*place, no_room)
+            store.write_standalone(tmp_path / 'a', PARAMS, CARD)
+        assert str(raised.value).startswith(f'{tmp_path}/a: cannot be written: ')
+        assert '\n' not in str(raised.value) and sorted(tmp_path.rglob('*')) == before
 
 
 def test_a_run_that_was_replaced_completes_no_checkpoint(saved):

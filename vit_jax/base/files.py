@@ -36,10 +36,14 @@ class Limit(enum.IntEnum):
     """The largest inputs that are read, which are well above real ones."""
 
     IMAGE_BYTES = 2**30
+    IMAGE_PIXELS = 2**28  # the default: 0.8 GB as RGB. Phone cameras have up to 200 megapixels
+    IMAGE_PIXELS_BY_USER = 2**30  # the largest limit that a user may set
+    METADATA_BYTES = 2**24  # of a text in a PNG after decompression; longer ones are not read
     JSON_BYTES = 2**26  # an index of shards of a model has 0.1 MB, labels of ImageNet have 1 MB
     TABLE_BYTES = 2**32  # a line of a table has about 60 bytes
     TEXT_BYTES = 2**26  # a file of class names
     HEADER_BYTES = 2**24  # of a safetensors file; 160,000 arrays
+    PICKLE_BYTES = 2**26  # of a PyTorch file without its tensors
     MODEL_SIDE = 2**12  # pixels of a side of the images that a checkpoint's processor produces
     RESIZED_PIXELS = 2**28  # of an image that is resized before it is cropped
 

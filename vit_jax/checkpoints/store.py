@@ -12,9 +12,12 @@ checkpoint has another name while it is written or removed, so that a folder STE
 
 import contextlib
 import functools
+import glob
 import math
+import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,7 +28,7 @@ import orbax.checkpoint as ocp
 
 from vit_jax.base import MissingFile, Params, StorageError, UserError, require, storage, tree_names
 from vit_jax.base.errors import format_error
-from vit_jax.base.files import read_json, write_json
+from vit_jax.base.files import read_json, try_lock, write_json
 from vit_jax.base.storage import Path, make_folder, sync, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import CARD, DamagedCheckpoint, is_complete
@@ -330,16 +333,43 @@ def write_standalone(folder: Path, params: Params, card: Json) -> None:
     is_free = is_complete(final) or not final.exists()
     require(is_free, f'{folder}: not a vit_jax checkpoint; remove it or choose another path')
     make_folder(final.parent)
-    partial = final.with_name(digests.PARTIAL + uuid.uuid4().hex)
+    partial = final.with_name(f'{digests.PARTIAL}{final.name}-{uuid.uuid4().hex}')
     arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))
-    try:
-        with storage.orbax_safe_path(final.parent) as parent:
-            with ocp.Checkpointer(_composite()) as writer:
-                writer.save(parent / partial.name, args=arrays)
-        _seal(partial, final, {CARD: card})
-    except BaseException as error:
-        for left in final.parent.glob(f'{partial.name}*'):  # orbax writes to a longer name first
-            shutil.rmtree(left, ignore_errors=True)
-        if isinstance(error, UserError) or not isinstance(error, Exception):
-            raise
-        raise StorageError(f'{folder}: cannot be written: {format_error(error)}') from error
+    with _only_writer(final):
+        try:
+            with storage.orbax_safe_path(final.parent) as parent:
+                with ocp.Checkpointer(_composite()) as writer:
+                    writer.save(parent / partial.name, args=arrays)
+            _seal(partial, final, {CARD: card})
+        except BaseException as error:
+            _remove_folders(final.parent, f'{partial.name}*')  # orbax appends to the name
+            if isinstance(error, UserError) or not isinstance(error, Exception):
+                raise
+            raise StorageError(f'{folder}: cannot be written: {format_error(error)}') from error
+
+
+@contextlib.contextmanager
+def _only_writer(final: Path) -> Iterator[None]:
+    """Waits for other writers of a checkpoint, and removes what killed ones left.
+
+    Does neither on file systems without locks.
+    """
+    lock = final.with_name(f'{digests.PARTIAL}{final.name}.lock')
+    with contextlib.ExitStack() as stack:
+        while True:
+            with usable(final):
+                file = stack.enter_context(lock.open('a'))
+            while (is_locked := try_lock(file)) is False:
+                time.sleep(0.1)
+            if os.fstat(file.fileno()).st_nlink:  # else the last writer has removed the lock
+                break
+        stack.callback(lock.unlink)
+        if is_locked:
+            pattern = f'{digests.PARTIAL}{glob.escape(final.name)}-{"[0-9a-f]" * 32}*'
+            _remove_folders(final.parent, pattern)
+        yield
+
+
+def _remove_folders(parent: Path, pattern: str) -> None:
+    for folder in parent.glob(pattern):
+        shutil.rmtree(folder, ignore_errors=True)

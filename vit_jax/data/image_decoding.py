@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import numpy as np
 
 from vit_jax.base import UInt8, UserError, require
+from vit_jax.base.files import Limit
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
 Image = UInt8[np.ndarray, '_ _ 3']
-# The default limit: 268 megapixels, 0.8 GB as RGB. Phone cameras have up to 200 megapixels.
-MAX_PIXELS = 2**28
-MAX_PIXELS_LIMIT = 2**30  # the largest limit that a user may set
+MAX_PIXELS, MAX_PIXELS_LIMIT = int(Limit.IMAGE_PIXELS), int(Limit.IMAGE_PIXELS_BY_USER)
 # Supported formats, by Pillow's names.
 _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF', 'HEIF'
 # Pillow decodes the other formats: OpenCV multiplies the colors of TIFF by alpha, replaces the
@@ -45,7 +44,6 @@ _PNG_KEYWORDS = {
     b'XML:com.adobe.xmp',
     *(b'Raw profile type ' + x for x in (b'exif', b'APP1', b'xmp')),
 }
-_MAX_METADATA = 2**24  # bytes of a PNG text after decompression; longer ones are not read
 # EXIF orientations for which the stored image is transposed, then has its rows or columns reversed.
 _TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
 Region = tuple[int, int, int, int]  # top, left, height, width
@@ -233,7 +231,7 @@ def _find_in_png(stored: bytes) -> int:
             is_compressed = kind == b'zTXt' or (kind == b'iTXt' and text[0] == 1)
             text = text[2:].split(b'\0', 2)[-1] if kind == b'iTXt' else text[kind == b'zTXt' :]
             if is_compressed:
-                text = zlib.decompressobj().decompress(text, _MAX_METADATA)
+                text = zlib.decompressobj().decompress(text, Limit.METADATA_BYTES)
             metadata.append(_parse_profile(text) if keyword.startswith(b'Raw') else text)
     return next(filter(None, map(_find_in_metadata, metadata)), 1)
 

@@ -6,7 +6,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 
 from vit_jax.base import UserError
-from vit_jax.base.files import open_file
+from vit_jax.base.files import Limit, open_file
 
 # Keys under which training programs store the arrays of a model, the preferred ones first.
 _KEYS = (
@@ -19,7 +19,6 @@ _KEYS = (
     'module',
     'model_ema',
 )
-_MOST_BYTES = 2**26  # of pickled names and numbers; the tensors are stored separately
 _PYTHON = 'if you trust the file, convert it: python -c "import torch; {}"'
 _SAVE = "torch.save({}, 'weights.pth')"
 
@@ -64,10 +63,10 @@ def _read_operations(path: pathlib.Path) -> Iterator[tuple[str, object]]:
             with zipfile.ZipFile(file) as archive:
                 name = next(name for name in archive.namelist() if name.endswith('/data.pkl'))
                 with archive.open(name) as member:
-                    contents = member.read(_MOST_BYTES)
+                    contents = member.read(Limit.PICKLE_BYTES)
         else:  # before PyTorch 1.6: several pickles, and then the tensors
             file.seek(0)
-            contents = file.read(_MOST_BYTES)
+            contents = file.read(Limit.PICKLE_BYTES)
     start = 0
     while start < len(contents):
         try:

@@ -151,7 +151,7 @@ def _read_kit(path: pathlib.Path) -> dict[str, str]:
         else:
             with open_file(path) as opened, tarfile.open(fileobj=opened) as tar:
                 files = [tar.extractfile(f'{KIT}/data/{name}') for name in names]
-                truth, table = (file.read() if file else b'' for file in files)
+                truth, table = (file.read(Limit.TEXT_BYTES) if file else b'' for file in files)
         synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']
         wordnet = {int(row['ILSVRC2012_ID']): str(row['WNID']) for row in np.atleast_1d(synsets)}
         numbers = map(int, truth.split())

@@ -9,17 +9,20 @@ export TFDS_DATA_DIR=/shared/tfds
 workdir=/shared/run
 stalled=vit-$SLURM_JOB_ID.stalled # number of starts in a row without a step
 
-# Prints the number of reports of training steps in all starts so far.
-count_reports() { grep -cs '"event": "reported"' "$workdir/events.jsonl"; }
+# Prints how often steps were reported, and at how many steps checkpoints were saved, in all starts.
+count_steps() {
+  grep -s '"event": "reported"' "$workdir/events.jsonl" | wc -l
+  grep -so '"event": "saving", "step": [0-9]*' "$workdir/events.jsonl" | sort -u | wc -l
+}
 
-before=$(count_reports)
+before=$(count_steps)
 # Without --kill-on-bad-exit=0, Slurm would kill the other processes before they report the reason.
 srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" .venv/bin/python -m vit_jax.train \
   --config=configs/pretrain/augreg.py:i1k,B/16 --config.data=tfds:imagenet2012 \
   --config.checkpoint_every_steps=1000 --workdir="$workdir" "$@"
 code=$?
 starts=0
-if [ "$(count_reports)" = "$before" ]; then
+if [ "$(count_steps)" = "$before" ]; then
   starts=$(($(cat "$stalled" 2>/dev/null || echo 0) + 1))
 fi
 echo "$starts" >"$stalled"

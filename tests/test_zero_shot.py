@@ -64,7 +64,7 @@ def test_logits_are_scaled_cosine_similarities_plus_the_bias(name, bias, tmp_pat
         ({'class_names': 'abc'}, 'class_names: got 1 name'),
         ({'bias': np.zeros(10)}, r'bias: .*\(10,\)'),
         ({'class_names': ('a', 'b')}, 'class_names: got 2 names'),
-        ({'class_names': np.array([None] * 10)}, 'pickle'),
+        ({'class_names': np.array([None] * 10)}, 'contains Python objects'),
     ],
 )
 def test_a_file_that_does_not_fit_is_rejected_by_name(changes, wrong, tmp_path):

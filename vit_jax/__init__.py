@@ -34,7 +34,14 @@ def exit_on_interrupt(*_: Any) -> None:
     os._exit(130)
 
 
+def _is_program() -> bool:
+    """Returns whether this process was started as `python -m vit_jax.PROGRAM` or as `vit_jax`."""
+    if sys.argv[:1] != ['-m']:  # Python's placeholder while it looks for the module
+        return os.path.basename((sys.argv or [''])[0]) == 'vit_jax'
+    return re.match(r'vit_jax(\.|$)', sys.orig_argv[sys.orig_argv.index('-m') + 1]) is not None
+
+
 # `cli.app.run` and `Job` install other handlers. In the background, a shell ignores the signal.
-if any(re.fullmatch(r'(.*/)?vit_jax(\.\w+)?', word) for word in sys.orig_argv[1:3]):
+if _is_program():
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_on_interrupt)

@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from vit_jax.base import Batch, Float, UserError, atomic_write, plural, require, usable
-from vit_jax.base.files import is_special, read_text, would_replace
+from vit_jax.base.files import ESCAPE, is_special, read_text, would_replace
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
@@ -128,7 +128,7 @@ def open_output(path: str | None, output_format: str) -> Iterator[Any]:
         return
     encoding = 'utf-8-sig' if output_format == 'csv' else 'utf-8'
     with atomic_write(pathlib.Path(path)) as file:
-        text = io.TextIOWrapper(file, encoding, errors='surrogateescape', write_through=True)
+        text = io.TextIOWrapper(file, encoding, errors=ESCAPE, write_through=True)
         yield text
         text.detach()  # `atomic_write` closes the file
 

@@ -24,7 +24,7 @@ from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.transfer import has_trained_head, head_params
 from vit_jax.data.image_decoding import decode, decode_pillow
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
-from vit_jax.data.sources.base import match_names, read_file
+from vit_jax.data.sources.base import match_names, read_image_file
 from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.distributed.sharding_rules import abstract_arrays, shardings_for
@@ -478,7 +478,7 @@ def _decode_image(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 
         path = os.fspath(image)
         require(not is_remote(path), f'{redact_url(path)}: expected the path of an image on a disk')
         with usable(path):
-            stored = read_file(path)
+            stored = read_image_file(path)
         with error_prefix(path):
             return decode(stored, exif_rotation=exif_rotation)
     if isinstance(image, bytes):

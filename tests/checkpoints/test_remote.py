@@ -137,12 +137,12 @@ def test_a_killed_download_leaves_nothing_once_the_file_is_there(server, tmp_pat
     server.answers[FILE] = web.Answer(DATA[:3], {'Content-Length': str(len(DATA))})
     code = f'from vit_jax.checkpoints import remote; remote.fetch({NAME!r})'
     process = subprocess.Popen([sys.executable, '-c', code])
-    wait_until(lambda: list(tmp_path.rglob('*.partial')))
+    wait_until(lambda: list(tmp_path.rglob('*-partial')))
     process.kill()
     process.wait()
     server.answers[FILE] = web.Answer(DATA)
     assert read() == DATA
-    assert not list(tmp_path.rglob('*.partial'))
+    assert not list(tmp_path.rglob('*-partial'))
 
 
 def test_another_host_and_a_connection_without_encryption_are_announced(server, caplog):

@@ -42,11 +42,11 @@ def format_error(error: BaseException, limit: int = 400) -> str:
     return text if len(text) <= limit else f'{text[:half]} ... {text[-half:]}'
 
 
-def raise_all(faults: Sequence[str], *, shown: int = 10) -> None:
-    """Raises one UserError with the first `shown` messages and the number of the others, if any."""
+def raise_all(faults: Sequence[str], *, shown: int = 10, kind: type[UserError] = UserError) -> None:
+    """Raises one error with the first `shown` messages and the number of the others, if any."""
     if faults:
         more = [f'and {len(faults) - shown:,} more'] if len(faults) > shown else []
-        raise UserError('\n  '.join([*faults[:shown], *more]))
+        raise kind('\n  '.join([*faults[:shown], *more]))
 
 
 def plural(count: int, noun: str) -> str:

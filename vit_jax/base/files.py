@@ -1,13 +1,15 @@
-"""Reads and writes files: the only code that opens a path of the user.
+"""Writes files completely or not at all, and reads files within limits.
 
-A file is replaced at once when its new contents are complete (`atomic_write`). Pipes and devices
-are rejected as inputs, because they may block or never end (`open_file`). `Limit` bounds what is
-read, so that a wrong file cannot fill the memory.
+`atomic_write` replaces a file only when the new contents are complete. `open_file` rejects pipes
+and devices, which may block or never end. `Limit` bounds what is read, so that a wrong file cannot
+fill the memory.
 """
 
+import codecs
 import contextlib
 import enum
 import errno
+import glob
 import io
 import json
 import logging
@@ -16,7 +18,7 @@ import pathlib
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import IO, Any
 
 from etils import epath
@@ -28,12 +30,31 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-_PARTIAL = '.partial'  # suffix of a file that is being written
+_PARTIAL = '.vit_jax-partial'  # suffix of a file that is being written
 _DESCRIPTORS = re.compile('/dev/fd|/proc/.*/fd')  # folders whose entries are open files
 
 
+def _escape(error: UnicodeError) -> tuple[bytes, int]:
+    """Returns what is written for characters that an encoding lacks.
+
+    File names need not be Unicode: their bytes, which Python represents by surrogates, are written
+    as they are. Other characters are written as `\\xe9` or `\\u732b`.
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    parts = []
+    for letter in error.object[error.start : error.end]:
+        is_byte = '\udc80' <= letter <= '\udcff'
+        parts.append(letter.encode('ascii', 'surrogateescape' if is_byte else 'backslashreplace'))
+    return b''.join(parts), error.end
+
+
+ESCAPE = 'vit_jax.escape'  # name of an error handler for encoding text
+codecs.register_error(ESCAPE, _escape)
+
+
 class Limit(enum.IntEnum):
-    """The largest inputs that are read, which are well above real ones."""
+    """Upper bounds of input sizes, well above real files."""
 
     IMAGE_BYTES = 2**30
     IMAGE_PIXELS = 2**28  # the default: 0.8 GB as RGB. Phone cameras have up to 200 megapixels
@@ -65,25 +86,46 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         with usable(path):
             path.write_bytes(contents.getvalue())
         return
+    if is_special(path):
+        with usable(path):
+            file = _open_special(path)
+        with io.BufferedWriter(file) as buffer:
+            yield buffer
+        return
     with usable(path):
-        if is_special(path):
-            with _open_special(path) as file:
-                yield file
-            return
         with contextlib.suppress(FileNotFoundError):
             os.stat(path)  # raises OSError for a loop of links
-        target = os.path.realpath(path)
-        try:
-            _remove_abandoned(target)
-            with _create_partial(target) as file:
-                yield file
-                file.flush()
-                sync(pathlib.Path(file.name))
-                os.replace(file.name, target)
+    target = os.path.realpath(path)
+    _remove_abandoned(target)
+    with _create_partial(path, target) as (buffer, partial):
+        yield buffer
+        with _naming(path):
+            buffer.flush()
+            sync(pathlib.Path(partial))
+            os.replace(partial, target)
             sync(pathlib.Path(target).parent)
+
+
+class _Output(io.FileIO):
+    """A file that is written; its errors name the path of the user."""
+
+    def __init__(self, file: str | int, mode: str, path: Path):
+        super().__init__(file, mode)
+        self._path = path
+
+    def write(self, contents: Any) -> int:
+        with usable(self._path):
+            return super().write(contents) or 0
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Converts an OSError, which may name a partial file, into a StorageError that names `path`."""
+    with usable(path):
+        try:
+            yield
         except OSError as error:
-            if str(error.filename).endswith(_PARTIAL):  # the user knows only the target
-                error.filename = os.fspath(path)
+            error.filename = os.fspath(path)
             raise
 
 
@@ -111,29 +153,33 @@ def _find_descriptor(path: str | os.PathLike[str]) -> tuple[str, str] | None:
     return None
 
 
-def _open_special(path: Path) -> IO[bytes]:
+def _open_special(path: Path) -> _Output:
     """Opens a pipe, device or open file for writing, without truncating it."""
     folder, name = _find_descriptor(path) or ('', '')
-    if folder in ('/dev/fd', f'/proc/{os.getpid()}/fd'):
+    if folder in ('/dev/fd', f'/proc/{os.getpid()}/fd') and name.isdecimal():
         print(end='', flush=True)
-        return os.fdopen(os.dup(int(name)), 'wb')  # shares the position in the file
-    return open(path, 'ab')  # noqa: SIM115
+        return _Output(os.dup(int(name)), 'wb', path)  # shares the position in the file
+    return _Output(os.fspath(path), 'ab', path)
 
 
 @contextlib.contextmanager
-def _create_partial(target: str) -> Iterator[IO[bytes]]:
+def _create_partial(path: Path, target: str) -> Iterator[tuple[IO[bytes], str]]:
     """Creates and locks a file next to the target; removes it unless it has been renamed."""
     while True:
-        file = open(f'{_partial_prefix(target)}{secrets.token_hex(4)}{_PARTIAL}', 'xb')
+        name = f'{_partial_prefix(target)}{secrets.token_hex(4)}{_PARTIAL}'
+        with _naming(path):
+            file = _Output(name, 'xb', path)
         if try_lock(file) is not False and os.fstat(file.fileno()).st_nlink:
             break
         file.close()  # another writer has removed it as abandoned before it was locked
+    with contextlib.suppress(OSError):  # a new file, or one of another user
+        os.fchmod(file.fileno(), stat.S_IMODE(os.stat(target).st_mode))
     try:
-        with file:
-            yield file
+        with io.BufferedWriter(file) as buffer:
+            yield buffer, name
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(file.name)
+            os.unlink(name)
 
 
 def _partial_prefix(target: str) -> str:
@@ -146,16 +192,11 @@ def _remove_abandoned(target: str) -> None:
 
     Removes none on file systems without locks, where the writers may be running.
     """
-    prefix = _partial_prefix(target)
-    pattern = re.compile(re.escape(prefix) + '[0-9a-f]{8}' + re.escape(_PARTIAL))
-    paths = list[pathlib.Path]()
-    with contextlib.suppress(OSError):  # creating the file will report it
-        paths += pathlib.Path(target).parent.iterdir()
-    for path in paths:
-        if pattern.fullmatch(str(path)):
-            with contextlib.suppress(OSError), open_file(path, 'r+b') as file:
-                if try_lock(file):
-                    path.unlink()
+    pattern = f'{glob.escape(_partial_prefix(target))}{"[0-9a-f]" * 8}{_PARTIAL}'
+    for path in glob.glob(pattern):
+        with contextlib.suppress(OSError), open_file(path, 'r+b') as file:
+            if try_lock(file):
+                os.unlink(path)
 
 
 def try_lock(file: IO[Any]) -> bool | None:
@@ -182,19 +223,9 @@ def write_bytes(path: Path, contents: bytes) -> None:
         file.write(contents)
 
 
-def write_together(contents: Mapping[pathlib.Path, bytes]) -> None:
-    """Writes several files, or none of them if there is no room for all."""
-    with contextlib.ExitStack() as stack:
-        opened = {path: stack.enter_context(atomic_write(path)) for path in contents}
-        for path, file in opened.items():
-            with usable(path):
-                file.write(contents[path])
-                file.flush()
-
-
 def write_text(path: Path, text: str) -> None:
     """Writes a text file in UTF-8, atomically."""
-    write_bytes(path, text.encode('utf-8', 'surrogateescape'))
+    write_bytes(path, text.encode('utf-8', ESCAPE))
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -234,15 +265,24 @@ def _open_without_waiting(path: str, flags: int) -> int:
 def read_file(path: Path | str, limit: int) -> bytes:
     """Reads a file of at most `limit` bytes. Raises OSError, also for larger files."""
     if is_remote(path):
-        return epath.Path(path).read_bytes()
+        path = epath.Path(path)
+        size = path.stat().length
+        _require_size(path, size, limit)
+        return path.read_bytes()
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # Files in /proc have the size 0, and reading returns None if they have no data yet.
-        contents = file.read(min(size or limit, limit) + 1) or b''
-    if size > limit or len(contents) > limit:
-        text = f'{max(size, len(contents)):,} bytes; expected at most {limit:,}'
-        raise OSError(errno.EFBIG, text, os.fspath(path))
+        _require_size(path, size, limit)
+        contents: bytes = file.read(size + 1) or b''
+        while not size and len(contents) <= limit and (block := file.read(2**16)):
+            contents += block  # of a file in /proc, whose size is 0; None: it has no data yet
+    _require_size(path, len(contents), limit)
     return contents
+
+
+def _require_size(path: Path | str, size: int, limit: int) -> None:
+    if size > limit:
+        text = f'{size:,} bytes; expected at most {limit:,}'
+        raise OSError(errno.EFBIG, text, os.fspath(path))
 
 
 def read_text(path: Path | str, limit: int = Limit.TEXT_BYTES) -> str:

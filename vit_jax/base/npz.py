@@ -47,10 +47,16 @@ def open_npz(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
             shape, _, dtype = np.lib.format.read_array_header_1_0(opened)
             size = opened.tell() + math.prod(shape) * dtype.itemsize
         _require(not dtype.hasobject, f'{name}: contains Python objects; expected numbers or text')
-        text = f'{name}: has {member.file_size:,} bytes; expected {size:,}, as its header says'
+        text = f'{name}: has {member.file_size:,} bytes; expected {size:,} (from its header)'
         _require(member.file_size == size, text)
         arrays[name] = StoredArray(shape, dtype, functools.partial(_read, archive, member))
     return arrays
+
+
+def decode_names(names: np.ndarray) -> list[str]:
+    """Converts an array of texts, of bytes in UTF-8 or of integers to a list of names."""
+    texts = [n.decode() if isinstance(n, bytes) else str(n) for n in np.atleast_1d(names).tolist()]
+    return [text.strip() for text in texts]
 
 
 def _require(condition: bool, text: str) -> None:

@@ -99,7 +99,7 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
             raise StorageError(f'{name}: {format_error(error)}') from error
         if isinstance(error, OSError):
             kind = MissingFile if isinstance(error, FileNotFoundError) else StorageError
-            raise kind(f'{error.filename or name}: {error.strerror or error}{ending}') from error
+            raise kind(f'{error.filename or name}: {error.strerror or error}') from error
         if not expected:
             raise
         why = f'{type(error).__name__}: {format_error(error)}'

@@ -39,8 +39,12 @@ def match_mask(tree: Any, pattern: str) -> Any:
     return result
 
 
+class WrongLeaves(UserError):
+    """Leaves are missing, unexpected, or of another shape or type."""
+
+
 def compare_leaves(found: Mapping[str, Any], expected: Mapping[str, Any], *, where: str) -> None:
-    """Raises UserError that lists missing, extra and wrong leaves of `found` (dtype or shape)."""
+    """Raises WrongLeaves that lists missing, extra and wrong leaves of `found` (dtype or shape)."""
     have = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in found.items()}
     want = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in expected.items()}
     lines = [f'missing {name} {want[name]}' for name in want if name not in have]
@@ -48,4 +52,4 @@ def compare_leaves(found: Mapping[str, Any], expected: Mapping[str, Any], *, whe
     both = [name for name in have if name in want]
     lines += [f'{n} is {have[n]}, expected {want[n]}' for n in both if have[n] != want[n]]
     if lines:
-        raise_all([f'{where}: wrong arrays:', *lines], shown=21)
+        raise_all([f'{where}: wrong arrays:', *lines], shown=21, kind=WrongLeaves)

@@ -103,7 +103,7 @@ def _digests(folder: Path) -> dict[str, str]:
         }
 
 
-def require_files(folder: Path) -> None:
+def require_regular_files(folder: Path) -> None:
     """Raises StorageError if a checkpoint on a disk contains pipes, devices or links to them."""
     if not storage.is_remote(folder):
         with usable(folder):

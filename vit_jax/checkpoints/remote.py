@@ -13,6 +13,7 @@ repositories to its own cache. Files are downloaded to CACHE/DIGEST-OF-URL/FILE.
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import pathlib
@@ -20,14 +21,20 @@ import re
 import shutil
 import sys
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, StorageError, UserError, atomic_write, require
 from vit_jax.base.errors import format_error, redact_url
 from vit_jax.base.files import open_file
 from vit_jax.checkpoints import published
-from vit_jax.checkpoints.formats.array_files import DESCRIPTIONS, ENDINGS, INDEX, WEIGHTS
+from vit_jax.checkpoints.formats.array_files import (
+    DESCRIPTIONS,
+    ENDINGS,
+    INDEX,
+    WEIGHTS,
+    DamagedFile,
+)
 
 _HUB = re.compile(r'hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@?\s]+))?')
 _FOLDER = re.compile(r'gs://[^/?@]+/[^#?]*')
@@ -41,7 +48,7 @@ _EXPECTED = (
     f'augreg:NAME, vit:NAME or a local path; a FILE ends with one of {", ".join(ENDINGS)}'
 )
 
-_SECONDS = 60  # until a server that sends nothing counts as dead
+_TIMEOUT_SECONDS = 60  # until a server that sends nothing counts as dead
 
 
 class Local(NamedTuple):
@@ -178,14 +185,14 @@ def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
         if path.exists() and (digest := _digest(path)) == (expected or digest):
             return path, digest
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A compressed answer could be larger than the disk.
-        options = {'stream': True, 'timeout': _SECONDS, 'headers': {'Accept-Encoding': 'identity'}}
-        with requests.get(url, **options) as response:
+        # A compressed response could expand to more than the free space.
+        headers = {'Accept-Encoding': 'identity'}
+        with requests.get(url, stream=True, timeout=_TIMEOUT_SECONDS, headers=headers) as response:
             response.raise_for_status()
-            _announce(url, response.url)
+            _warn_of_redirects([url, *(each.url for each in (*response.history, response))])
             return path, _download(response, path, expected)
     except requests.RequestException as error:
-        raise _explained(error, shown) from error
+        raise _make_request_error(error, shown) from error
     except StorageError as error:
         raise StorageError(f'{error}; VIT_JAX_CACHE=DIR sets another cache') from error
     except OSError as error:
@@ -195,7 +202,7 @@ def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
         raise UserError(f'{shown}: {format_error(error)}') from error
 
 
-def _explained(error: Any, shown: str) -> UserError:
+def _make_request_error(error: Any, shown: str) -> UserError:
     """Returns the error for a failed request, whose own message would repeat the query."""
     response = error.response
     why = type(error).__name__ if response is None else f'HTTP {response.status_code}'
@@ -203,13 +210,14 @@ def _explained(error: Any, shown: str) -> UserError:
     return UserError(f'{shown}: {why}; {advice}')
 
 
-def _announce(url: str, final_url: str) -> None:
-    """Logs a warning if the file comes from another host, or through a connection without TLS."""
-    host, final = urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(final_url)
-    if final.hostname != host:
-        logging.warning('%s: redirected to the host %s', redact_url(url), final.hostname)
-    if final.scheme == 'http':
-        logging.warning('%s: downloaded without encryption (http://)', redact_url(final_url))
+def _warn_of_redirects(urls: Sequence[str]) -> None:
+    """Logs a warning for each other host that is contacted, and if a connection has no TLS."""
+    parts = [urllib.parse.urlsplit(url) for url in urls]
+    for before, after in itertools.pairwise(parts):
+        if after.hostname != before.hostname:
+            logging.warning('%s: redirected to the host %s', redact_url(urls[0]), after.hostname)
+    if any(part.scheme == 'http' for part in parts):
+        logging.warning('%s: downloaded without encryption (http://)', redact_url(urls[0]))
 
 
 def _download(response: Any, path: pathlib.Path, expected: str | None) -> str:
@@ -222,7 +230,7 @@ def _download(response: Any, path: pathlib.Path, expected: str | None) -> str:
 
     encoding = response.headers.get('Content-Encoding', 'identity')
     if encoding != 'identity':
-        raise ValueError(f'the server sends it compressed ({encoding}); expected the file itself')
+        raise ValueError(f'the response is compressed ({encoding}); expected an uncompressed file')
     size, free = response.headers.get('Content-Length'), shutil.disk_usage(path.parent).free
     size = int(size) if size is not None else None
     if size is not None and size > free:
@@ -250,7 +258,7 @@ def _read_blocks(response: Any) -> Iterator[bytes]:
     try:
         yield from response.iter_content(2**20)
     except requests.RequestException as error:
-        raise _explained(error, redact_url(response.url)) from error
+        raise _make_request_error(error, redact_url(response.url)) from error
 
 
 def _digest(path: pathlib.Path) -> str:
@@ -260,14 +268,14 @@ def _digest(path: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def how_to_repair(path: str) -> Iterator[None]:
-    """Adds to the errors about a file in the cache how to download it again."""
+def suggest_new_download(path: str) -> Iterator[None]:
+    """Adds to an error about a damaged file in the cache how to download it again."""
     try:
         yield
-    except UserError as error:
+    except DamagedFile as error:
         if not pathlib.Path(path).is_relative_to(cache_folder()):
             raise
-        raise type(error)(f'{error}; remove {path} to download it again') from error
+        raise DamagedFile(f'{error}; remove {path} to download it again') from error
 
 
 def _public_url(address: str) -> str:

@@ -307,7 +307,7 @@ def load_params(path: str) -> Params:
 def _readable(folder: Path) -> Iterator[Any]:
     """Yields the folder under a name that orbax accepts, and converts errors of reading."""
     try:
-        digests.require_files(folder)  # orbax would read a link to /dev/zero for ever
+        digests.require_regular_files(folder)  # orbax would read a link to /dev/zero forever
         with storage.orbax_safe_path(folder) as plain:
             yield plain
     except UserError:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax.base import Params, UserError, plural, raise_all, records, require, tree_names
-from vit_jax.base.npz import open_npz
+from vit_jax.base.npz import decode_names, open_npz
 from vit_jax.checkpoints import resize
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files
@@ -298,7 +298,7 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
         card = dataclasses.replace(
             card,
             model=dataclasses.replace(model, num_classes=count, head=kind, head_bias=0.0),
-            class_names=tuple(map(str, np.atleast_1d(names))),
+            class_names=tuple(decode_names(names)),
             loss='sigmoid' if 'bias' in stored else 'softmax',
         )
     kept = {'projection': {'kernel': params['head']['kernel']}} if projects else {}

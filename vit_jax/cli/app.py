@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from vit_jax import exit_on_interrupt
+import vit_jax
 from vit_jax.base.errors import UserError, is_out_of_memory
 from vit_jax.base.records import Record
 from vit_jax.base.storage import is_remote
@@ -60,7 +60,7 @@ def run(
         arguments = parser.parse_args()
         if on_devices:
             prepare_devices()
-        if signal.getsignal(signal.SIGINT) is exit_on_interrupt:
+        if signal.getsignal(signal.SIGINT) is vit_jax.exit_on_interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # so that files are removed
         code = main(arguments)
         print(end='', flush=True)  # raises BrokenPipeError here if stdout is closed

@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import inspect
-import linecache
 import pathlib
 import pkgutil
 import re
@@ -31,7 +30,7 @@ def read_config_file(given: str, kind: type[Any] = TrainConfig) -> Any:
     file = _find(path)
     if file.suffix == '.json' and not argument:
         return _read_json(file, kind)
-    with _locate_errors(path, file):
+    with _locate_errors(f'--config={path}', file):
         module = _execute(file)
         require(callable(getattr(module, 'get_config', None)), 'expected a function get_config()')
         config = _call(module, argument)
@@ -45,7 +44,7 @@ def load_function(given: str) -> Any:
     path, _, name = given.rpartition(':')
     file = pathlib.Path(path)
     require(file.is_file(), f'--head={given}: no such file; expected FILE.py:FUNCTION')
-    with _locate_errors(path, file):
+    with _locate_errors(f'--head={path}', file):
         values = vars(_execute(file))
     functions = [name for name, value in values.items() if callable(value)]
     unknown = f'--head={given}: no such function; {records.closest(name, functions)}'
@@ -97,59 +96,66 @@ def _call(module: types.ModuleType, argument: list[str]) -> Any:
 
 
 @contextlib.contextmanager
-def _locate_errors(path: str, file: pathlib.Path) -> Iterator[None]:
+def _locate_errors(given: str, file: pathlib.Path) -> Iterator[None]:
     """Converts an exception of the user's code into a UserError with the file and the line.
 
-    --traceback shows the whole traceback.
+    `given` is the flag with its value. --traceback shows the whole traceback.
     """
     try:
         yield
     except Exception as error:
-        folder = file.parent.absolute()
         frames = [
             (pathlib.Path(frame.f_code.co_filename).absolute(), line, frame)
             for frame, line in traceback.walk_tb(error.__traceback__)
         ]
-        own = [frame for frame in frames if frame[0].is_relative_to(folder)]
+        own = [frame for frame in frames if _is_of_user(frame[0], file)]
         place, line, frame = own[-1] if own else (file.absolute(), None, None)
         if isinstance(error, SyntaxError) and error.filename is not None:
             place, line = pathlib.Path(error.filename).absolute(), error.lineno
-        where = f'--config={path}' + ('' if place == file.absolute() else f': {place}')
+        where = given + ('' if place == file.absolute() else f': {place}')
         where += '' if line is None else f', line {line}'
-        code = linecache.getline(str(place), line or 0)
-        text = str(error) if isinstance(error, UserError) else _describe(error, frame, code)
+        text = str(error) if isinstance(error, UserError) else _describe(error, frame)
         raise UserError(f'{where}: {text}') from error
 
 
-def _describe(error: Exception, frame: types.FrameType | None, code: str) -> str:
-    """Describes an exception of a line of the user's code; suggests a name for a misspelled one."""
+def _is_of_user(place: pathlib.Path, file: pathlib.Path) -> bool:
+    """Returns whether a file of code is the configuration or one that it imports."""
+    if place == file.absolute():
+        return True
+    is_installed = 'site-packages' in place.parts or place.is_relative_to(_PACKAGE)
+    return place.is_relative_to(file.parent.absolute()) and place.exists() and not is_installed
+
+
+def _describe(error: Exception, frame: types.FrameType | None) -> str:
+    """Describes an exception of the user's code; suggests a name for a misspelled one."""
     text = format_error(error)
     if isinstance(error, SyntaxError):
         return f'{error.msg}: {(error.text or "").strip()}'
     if isinstance(error, ModuleNotFoundError):
         parent, _, name = str(error.name).rpartition('.')
         modules = pkgutil.iter_modules(getattr(sys.modules.get(parent), '__path__', None))
-        return f'{text}; {records.closest(name, [module.name for module in modules])}'
+        return text + _suggest(name, [module.name for module in modules])
     if isinstance(error, ImportError):
         missing = re.match("cannot import name '(.+?)'", str(error))
         known = vars(sys.modules[error.name]) if error.name in sys.modules else {}
-        return f'{text}; {records.closest(missing[1], _public(known))}' if missing else text
+        return text + (_suggest(missing[1], known) if missing else '')
     if isinstance(error, NameError):
-        known = {**frame.f_globals, **frame.f_locals} if frame else {}
-        return f'{text}; {records.closest(str(error.name), _public(known))}'
+        return text + _suggest(error.name, {**frame.f_globals, **frame.f_locals} if frame else {})
     if isinstance(error, AttributeError):
-        return f'{text}; {records.closest(str(error.name), _public(dir(error.obj)))}'
-    keyword = re.search(r"(\w*).*got an unexpected keyword argument '(\w+)'", text)
-    if isinstance(error, TypeError) and keyword:
-        for cls in records.all_records():
-            if cls.__name__ == keyword[1] or re.search(rf'\b{cls.__name__}\(', code):
-                hint = records.closest(keyword[2], records.field_types(cls))
-                return f'{cls.__name__} has no field {keyword[2]!r}; {hint}'
+        return text + _suggest(error.name, dir(error.obj))
+    keyword = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
+    for cls in records.all_records() if keyword else ():
+        if keyword and cls.__name__ == keyword[1]:
+            hint = records.closest(keyword[2], records.field_types(cls))
+            return f'{cls.__name__} has no field {keyword[2]!r}; {hint}'
     return f'{type(error).__name__}: {text}; --traceback shows where'
 
 
-def _public(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not name.startswith('_')]
+def _suggest(name: str | None, known: Iterable[str]) -> str:
+    """Returns the end of a message with a similar public name; empty if there is none."""
+    names = [each for each in known if not each.startswith('_')]
+    close = difflib.get_close_matches(name or '', names, n=1)
+    return f'; did you mean {close[0]!r}?' if close else ''
 
 
 def _read_json(file: pathlib.Path, kind: type[Any]) -> Any:

@@ -1,6 +1,5 @@
 """Standard output and standard error: closed pipes, log lines, progress bars, escaped text."""
 
-import codecs
 import logging
 import os
 import re
@@ -12,8 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from vit_jax.base import StorageError
+from vit_jax.base.files import ESCAPE
 
-_ERRORS = 'vit_jax.escape'  # name of the error handler of stdout and stderr
 # Control characters, separators of lines, and marks of the writing direction.
 _CONTROLS = '[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]'
 
@@ -21,12 +20,13 @@ _CONTROLS = '[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]'
 class _Stream:
     """A text stream that is redirected to /dev/null once writing to it fails.
 
-    With `is_needed`, the failure is raised: as BrokenPipeError if nobody reads the stream any more,
-    else as StorageError.
+    With `is_needed`, the failure is raised as StorageError, or, with `is_read`, as BrokenPipeError
+    if nobody reads the stream any more.
     """
 
     def __init__(self, stream: Any, name: str, *, is_needed: bool):
-        self._stream, self._name, self.is_needed = stream, name, is_needed
+        self._stream, self._name = stream, name
+        self._is_needed = self.is_read = is_needed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -37,9 +37,10 @@ class _Stream:
             self._stream.flush()
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            if self.is_needed and isinstance(error, BrokenPipeError):
-                raise
-            if self.is_needed:
+            if isinstance(error, BrokenPipeError):
+                if self.is_read:
+                    raise
+            elif self._is_needed:
                 raise StorageError(f'{self._name}: {error.strerror}') from error
         return len(text)
 
@@ -49,11 +50,10 @@ def set_up(*, only_prints: bool = False) -> None:
 
     A program that only prints exits if stdout is closed, as by `| head`; others keep running.
     """
-    codecs.register_error(_ERRORS, _escape_unencodable)
     for name in 'stdout', 'stderr':
         stream = getattr(sys, name) or open(os.devnull, 'w')  # None: closed when Python started
         if hasattr(stream, 'reconfigure'):
-            stream.reconfigure(errors=_ERRORS)
+            stream.reconfigure(errors=ESCAPE)
         is_needed = only_prints and name == 'stdout'
         setattr(sys, name, _Stream(stream, name, is_needed=is_needed))
     _configure_logging()
@@ -61,22 +61,8 @@ def set_up(*, only_prints: bool = False) -> None:
 
 def ignore_closed_pipes() -> None:
     """Keeps the program running after stdout is closed, as by `| head -1`."""
-    vars(sys.stdout)['is_needed'] = False
-
-
-def _escape_unencodable(error: UnicodeError) -> tuple[bytes, int]:
-    """Returns what is written for characters that the encoding of the terminal lacks.
-
-    File names need not be Unicode: their bytes, which Python represents by surrogates, are written
-    as they are. Other characters are written as `\\xe9` or `\\u732b`.
-    """
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    parts = []
-    for letter in error.object[error.start : error.end]:
-        is_byte = '\udc80' <= letter <= '\udcff'
-        parts.append(letter.encode('ascii', 'surrogateescape' if is_byte else 'backslashreplace'))
-    return b''.join(parts), error.end
+    if isinstance(sys.stdout, _Stream):
+        sys.stdout.is_read = False
 
 
 def progress_bar(**options: Any) -> Progress:
@@ -86,7 +72,7 @@ def progress_bar(**options: Any) -> Progress:
 
 
 def escape_controls(text: str) -> str:
-    """Escapes characters by which a file name could move the cursor, add a line or reorder text."""
+    """Escapes characters with which a file name could move the cursor or reorder text."""
     return re.sub(_CONTROLS, lambda match: ascii(match[0])[1:-1], text)
 
 

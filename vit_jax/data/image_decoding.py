@@ -31,7 +31,7 @@ _BY_OPENCV = 'PNG', 'WEBP'
 _HEIC_BRANDS = b'heic', b'heix', b'heim', b'heis', b'hevc', b'mif1', b'msf1'  # after `ftyp`
 HEIC_REMEDY = 'pip install pillow-heif to read HEIC photos, or convert them to JPEG'
 _ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # EXIF and TIFF tags
-# An image without any of these bytes has no orientation. TIFF has no other mark than its start.
+# An image without any of these bytes has no orientation. TIFF is recognized by its first bytes.
 _MARKS = (
     *(b'Exif\0', b'eXIf', b'EXIF', b'irot', b'imir'),
     *(b'Orientation', b'Raw profile', b'XML:com.adobe.xmp'),
@@ -39,13 +39,14 @@ _MARKS = (
 _TIFF_STARTS = b'II*\0', b'MM\0*', b'II+\0', b'MM\0+'
 _IN_XMP = re.compile(rb'[\w-]+:Orientation\s*(?:=\s*["\']|>)\s*([1-8])\b')
 _PNG_START, _PNG_TEXTS = b'\x89PNG\r\n\x1a\n', {b'tEXt', b'zTXt', b'iTXt'}
-# Keywords of PNG texts that may hold an orientation.
+# Keywords of text chunks of PNG that may hold an orientation.
 _PNG_KEYWORDS = {
     b'XML:com.adobe.xmp',
     *(b'Raw profile type ' + x for x in (b'exif', b'APP1', b'xmp')),
 }
 # EXIF orientations for which the stored image is transposed, then has its rows or columns reversed.
 _TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
+_INVERSE = {6: 8, 8: 6}  # the other orientations are their own inverse
 Region = tuple[int, int, int, int]  # top, left, height, width
 # Maps the (height, width) of an image to a region, and the factor by which it may be reduced.
 ChooseRegion = Callable[[tuple[int, int]], tuple[Region, int]]
@@ -179,7 +180,11 @@ def _decode_stored(stored: bytes, header: Header) -> Image:
             if decoded is not None:
                 return decoded
     try:
-        return _to_rgb(open_with_pillow(stored))
+        image = open_with_pillow(stored)
+        if header.kind == 'TIFF':  # else Pillow turns the image when it loads the pixels
+            image.getexif().pop(_ORIENTATION, None)
+            image.info.pop('xmp', None)
+        return _to_rgb(image)
     except UserError:
         raise
     except Exception as error:  # Pillow raises many exception types
@@ -187,16 +192,23 @@ def _decode_stored(stored: bytes, header: Header) -> Image:
 
 
 def decode_pillow(image: 'PillowImage', *, exif_rotation: bool) -> Image:
-    """Converts a Pillow image to RGB pixels as `decode` does."""
-    orientation = read_orientation(image) if exif_rotation else 1
-    return apply_orientation(_to_rgb(image), orientation)
+    """Converts a Pillow image to RGB pixels as `decode` does.
+
+    Pillow turns a TIFF upright when it loads the pixels. If that has happened before, the stored
+    orientation is not known any more.
+    """
+    before = read_orientation(image)
+    pixels = _to_rgb(image)
+    if (after := read_orientation(image)) != before and not exif_rotation:
+        return apply_orientation(pixels, _INVERSE.get(before, before))
+    return apply_orientation(pixels, after if exif_rotation else 1)
 
 
 def read_orientation(image: 'bytes | PillowImage') -> int:
     """Returns the orientation of an image in the numbers of EXIF, 1 (upright) to 8.
 
-    Reads EXIF, and XMP if EXIF has no orientation; of AVIF, the transformations in the container.
-    Returns 1 if there is no orientation or the metadata are damaged.
+    Reads EXIF, and XMP if EXIF has no orientation. For AVIF, reads the transformations in the
+    container. Returns 1 if there is no orientation or the metadata are damaged.
     """
     with contextlib.suppress(Exception):  # Pillow raises many exception types
         if not isinstance(image, bytes):
@@ -224,20 +236,26 @@ def _find_in_png(stored: bytes) -> int:
     metadata = list[bytes]()
     for kind, start, end in _png_chunks(stored):
         data = stored[start + 8 : end - 4]
-        keyword, _, text = data.partition(b'\0')
         if kind == b'eXIf':
             metadata.insert(0, data)
-        elif kind in _PNG_TEXTS and keyword in _PNG_KEYWORDS:
-            is_compressed = kind == b'zTXt' or (kind == b'iTXt' and text[0] == 1)
-            text = text[2:].split(b'\0', 2)[-1] if kind == b'iTXt' else text[kind == b'zTXt' :]
-            if is_compressed:
-                text = zlib.decompressobj().decompress(text, Limit.METADATA_BYTES)
-            metadata.append(_parse_profile(text) if keyword.startswith(b'Raw') else text)
+        elif kind in _PNG_TEXTS and data.partition(b'\0')[0] in _PNG_KEYWORDS:
+            with contextlib.suppress(Exception):  # of damaged texts
+                metadata.append(_read_png_text(kind, data))
     return next(filter(None, map(_find_in_metadata, metadata)), 1)
 
 
+def _read_png_text(kind: bytes, data: bytes) -> bytes:
+    """Returns the contents of a text chunk of a PNG, up to a limit."""
+    keyword, _, text = data.partition(b'\0')
+    is_compressed = kind == b'zTXt' or (kind == b'iTXt' and text[0] == 1)
+    text = text[2:].split(b'\0', 2)[-1] if kind == b'iTXt' else text[kind == b'zTXt' :]
+    if is_compressed:
+        text = zlib.decompressobj().decompress(text, Limit.METADATA_BYTES)
+    return _parse_profile(text) if keyword.startswith(b'Raw') else text
+
+
 def _parse_profile(text: bytes) -> bytes:
-    """Parses a profile that ImageMagick wrote: a blank line, a name, a length, and hex digits."""
+    """Parses a raw profile of ImageMagick: a blank line, a name, a length, and hex digits."""
     return bytes.fromhex(''.join(text.decode().split('\n')[3:]))
 
 
@@ -260,12 +278,16 @@ def _parse_orientation(value: Any) -> int | None:
 
 
 def _png_chunks(stored: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yields the kind of each chunk of a PNG, and the positions of its start and end."""
+    """Yields the kind of each chunk of a PNG, and the positions of its start and end.
+
+    Ignores what follows the last chunk, IEND.
+    """
     start = len(_PNG_START)
     while start < len(stored):
         end = start + 12 + int.from_bytes(stored[start : start + 4], 'big')
-        yield stored[start + 4 : start + 8], start, end
-        start = end
+        kind = stored[start + 4 : start + 8]
+        yield kind, start, end
+        start = len(stored) if kind == b'IEND' else end
 
 
 def _drop_png_metadata(stored: bytes) -> bytes:
@@ -303,8 +325,6 @@ def _to_rgb(image: 'PillowImage') -> Image:
         if misread and max(tags.get(_BITS, (8,))) == 16:
             text = 'a 16-bit TIFF with planar configuration 2 or WhiteIsZero is not supported'
             raise UserError(f'{text}; expected interleaved RGB with black as 0, or 8 bits')
-        image.getexif().pop(_ORIENTATION, None)  # else Pillow rotates the image when it loads it
-        image.info.pop('xmp', None)
     if is_16_bit:  # `convert` would clip values above 255 to white
         high = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(high[..., None], 3, axis=-1)

@@ -24,7 +24,7 @@ from vit_jax.data.sources.base import (
     join,
     labeled_source,
     multi_hot,
-    read_file,
+    read_image_file,
     replace_labels,
 )
 from vit_jax.data.sources.folders import files_by_class, image_files
@@ -152,7 +152,7 @@ def _open_objectnet(root: pathlib.Path) -> Source:
 
 
 def _read_without_border(path: str) -> EncodedImage:
-    image = decode(read_file(path), exif_rotation=True)
+    image = decode(read_image_file(path), exif_rotation=True)
     return image[2:-2, 2:-2]  # a red frame of 2 pixels
 
 

@@ -33,7 +33,7 @@ from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
 
 _TENSORBOARD = 'tensorboard'
-_NO_METRICS = 'kind', 'step', 'time', 'run', 'seconds'  # other keys of metrics.jsonl
+_LINE_KEYS = 'kind', 'step', 'time', 'run', 'seconds'  # other keys of metrics.jsonl
 
 
 def make_console(job: Job) -> Console:
@@ -80,7 +80,7 @@ class Reporter:
         self._run = 1  # number of this start
         # Metrics that an earlier start wrote at the first step, by kind of evaluation.
         self.recorded: dict[str, dict[str, Any]] = {}
-        self.was_complete = False  # whether an earlier start completed the run
+        self.ends: set[int] = set()  # steps at which earlier starts completed the run
         self._writers = () if self.console.quiet else config.writers
         self._failed_writers: list[Writer] = []
         if not self.console.quiet:
@@ -94,9 +94,9 @@ class Reporter:
         lines = files.read_json_lines(folder / METRICS, kind=str, step=int)
         lines = [line for line in lines if line['step'] <= first and first > 0]
         at_first = [line for line in lines if line['step'] == first]
-        self.recorded = {line['kind']: _numbers_of(line) for line in at_first}
+        self.recorded = {line['kind']: _extract_metrics(line) for line in at_first}
         events = read_events(folder / EVENTS)
-        self.was_complete = bool(events) and events[-1]['event'] == 'complete'
+        self.ends = {event['step'] for event in events if event['event'] == 'complete'}
         self._run = 1 + max((event['run'] for event in events), default=0)
         self.earlier_seconds = sum_seconds(events)
         for name, values in {METRICS: lines, EVENTS: events}.items():
@@ -110,7 +110,7 @@ class Reporter:
             with usable(path := folder / _TENSORBOARD):
                 self._files[_TENSORBOARD] = SummaryWriter(str(path), purge_step=first)
                 for line in at_first:  # `purge_step` removes them too
-                    self._add_to_tensorboard(line['kind'], first, _numbers_of(line))
+                    self._add_to_tensorboard(line['kind'], first, _extract_metrics(line))
 
     def close(self) -> None:
         """Closes the files. On a bucket, logs a warning if the last lines cannot be written."""
@@ -244,9 +244,9 @@ class Reporter:
                     logging.warning('config.writers: %s: %s', records.text_of(writer), text)
 
 
-def _numbers_of(line: dict[str, Any]) -> dict[str, Any]:
+def _extract_metrics(line: dict[str, Any]) -> dict[str, Any]:
     """Returns the metrics in a line of metrics.jsonl, with NaN for null."""
-    return {n: math.nan if x is None else x for n, x in line.items() if n not in _NO_METRICS}
+    return {n: math.nan if x is None else x for n, x in line.items() if n not in _LINE_KEYS}
 
 
 def _to_json(value: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from vit_jax.base import Params, Path, UserError, plural, require, write_json
+from vit_jax.base import Params, Path, UserError, plural, require, tree_names, write_json
 from vit_jax.base.files import read_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import StepKind, TrainConfig, write_config
@@ -119,8 +119,9 @@ def train(
         checkpoints = open_checkpoint_store(experiment, workdir, job)
         # If another process has died, a save never finishes.
         stack.push(lambda kind, *_: checkpoints.close(2 if kind and job.count > 1 else None))
-        with explain_changes(workdir.changes):
-            state, progress = restore_or_init(experiment, programs.state, checkpoints, job, console)
+        state, progress = restore_or_init(
+            experiment, programs.state, checkpoints, job, console, workdir.changes
+        )
         steps = range(int(state.step), experiment.length.total_steps)
         if selection and (saved := progress.get('selection')):
             selection.resume(saved)
@@ -139,8 +140,8 @@ def warn_of_short_average(ema_decay: float | None, total_steps: int) -> None:
     enough = _MAX_INITIAL_SHARE ** (1 / total_steps) * (1 - 1e-9)
     digits = 1 + math.ceil(-math.log10(1 - enough))
     better = math.floor(enough * 10**digits) / 10**digits
-    text = f'config.ema_decay={ema_decay:g}: after {plural(total_steps, "step")}'
-    text += f', {share:.1%} of the average, which is evaluated and saved, are initial parameters'
+    text = f'config.ema_decay={ema_decay}: after {plural(total_steps, "step")}, initial parameters'
+    text += f' still make up {share:.1%} of the average that is evaluated and saved'
     logging.warning('%s; set --config.ema_decay=%g or none', text, better)
 
 
@@ -277,11 +278,11 @@ def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) ->
 
 
 @contextlib.contextmanager
-def explain_changes(changes: Sequence[str]) -> Iterator[None]:
-    """Adds to a UserError the accepted changes that change the arrays of a checkpoint."""
+def list_changes_of_arrays(changes: Sequence[str]) -> Iterator[None]:
+    """Lists the accepted changes of fields on which arrays depend, if the arrays do not fit."""
     try:
         yield
-    except UserError as error:
+    except tree_names.WrongLeaves as error:
         lines = [f'config.{line}' for line in changes if line.startswith(_FIELDS_OF_ARRAYS)]
         if not lines:
             raise
@@ -296,6 +297,7 @@ def restore_or_init(
     checkpoints: Checkpoints,
     job: Job,
     console: Console,
+    changes: Sequence[str] = (),
 ) -> tuple[TrainState, dict[str, Any]]:
     """Restores the newest checkpoint or initializes the state.
 
@@ -307,6 +309,7 @@ def restore_or_init(
       checkpoints: The checkpoints of the run.
       job: This process.
       console: Receives a line about the source of the state.
+      changes: The accepted changes of the configuration, for messages.
 
     Returns:
       The state, and the progress of the reporter ({} for a new run).
@@ -319,7 +322,9 @@ def restore_or_init(
     if step is not None:
         where = checkpoints.path(step)
         require(step <= end, f'{where}: expected at most step {end}; set a longer --config.total')
-        params, training, progress = checkpoints.restore(step, abstract.split(), shardings.split())
+        like = abstract.split(), shardings.split()
+        with list_changes_of_arrays(changes):
+            params, training, progress = checkpoints.restore(step, *like)
         console.print(f'resuming at step {step} from {where}')
         if step == end:
             advice = 'to continue it, pass a longer --config.total and --accept_config_changes'
@@ -475,13 +480,17 @@ class TrainingRun:
 
     def _find_recorded(self) -> dict[str, dict[str, Any]]:
         """Returns the metrics that an earlier start recorded for the first step, by evaluation."""
-        recorded, folder = dict(self.reporter.recorded), self.opened.workdir.folder
-        if (numbers := recorded.pop('fewshot', None)) is not None:
-            with contextlib.suppress(OSError, ValueError):  # else the evaluation is repeated
-                self.fewshot = dict(read_json(folder / workdirs.FEWSHOT))
-                if self.fewshot['step'] == self.reporter.first_step:
-                    recorded['fewshot'] = numbers
+        recorded = self.reporter.recorded
+        fewshot = self._read_few_shot()
+        if 'fewshot' in recorded and fewshot.get('step') == self.reporter.first_step:
+            self.fewshot = fewshot
         return recorded
+
+    def _read_few_shot(self) -> dict[str, Any]:
+        """Reads fewshot.json of an earlier evaluation; returns {} if it cannot be read."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return dict(read_json(self.opened.workdir.folder / workdirs.FEWSHOT))
+        return {}
 
     def _on_metrics(self, step: int, metrics: StepMetrics) -> None:
         if self.reporter.record_step(step, metrics):
@@ -524,6 +533,8 @@ class TrainingRun:
             self.reporter.record_metrics(name, step, numbers, text)
         if (selection := self.opened.selection) is None or name != selection.evaluation:
             return False
+        if selection.metric not in numbers:  # an earlier start recorded other metrics
+            return False
         is_best = selection.record(step, numbers[selection.metric])
         if is_best or selection.is_exhausted:
             self.save(step, state)
@@ -531,13 +542,8 @@ class TrainingRun:
 
     def _restore_evaluation(self, name: str) -> dict[str, Any] | None:
         """Returns the metrics that an earlier start recorded for this step, if there are any."""
-        selection, numbers = self.opened.selection, self.recorded.get(name)
-        if numbers is None:
-            return None
-        needed = {selection.metric} if selection and name == selection.evaluation else set()
-        if not needed <= {*numbers}:  # the configuration has another metric now
-            return None
-        if name != 'fewshot':
+        numbers = self.recorded.get(name)
+        if numbers is not None and name != 'fewshot':
             counts = 'count', 'unreadable'
             self.evals[name] = {n: value for n, value in numbers.items() if n not in counts}
         return numbers
@@ -562,11 +568,11 @@ class TrainingRun:
         evaluator, params = self.programs.evaluators['fewshot'], state.eval_params
         features_of = make_feature_function(evaluator, params, watch=self.job.tick_each)
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
-        earlier = self.fewshot if self.reporter.was_complete else None
         self.fewshot = result | {'step': step, 'checkpoint': str(workdir.folder)}
         if self.job.index == 0:
             workdir.check_held()
-            if earlier is not None and earlier['step'] == self.reporter.first_step:
-                write_json(workdir.folder / f'fewshot-{earlier["step"]}.json', earlier)
+            earlier = self._read_few_shot()
+            if (end := earlier.get('step')) in self.reporter.ends and end != step:
+                write_json(workdir.folder / f'fewshot-{end}.json', earlier)
             write_json(workdir.folder / workdirs.FEWSHOT, self.fewshot)
         return probing.name_accuracies(self.fewshot), probing.summarize(self.fewshot)

@@ -22,7 +22,7 @@ def keep_sharded(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
     """
     mesh = mesh_in_context()
     # A batch that cannot be split, such as the single image of `init`, is not constrained.
-    is_eager = jax.config.values['jax_disable_jit']  # arrays that exist are not constrained
+    is_eager = jax.config.values['jax_disable_jit']  # eager arrays already have a sharding
     if mesh is None or is_eager or _split_over(mesh, _BATCH, x.shape[0]) is None:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(_BATCH))

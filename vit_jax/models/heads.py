@@ -67,7 +67,12 @@ def make_head(config: ModelConfig) -> nn.Module | None:
 
 
 def compute_logits(config: ModelConfig, head: Any, features: Float[Array, '*n d']) -> Array:
-    """Applies a head. Raises UserError if a function of the user made one with other outputs."""
+    """Applies a head; returns the features if there is none.
+
+    Raises UserError if a function of the user made a head with other outputs.
+    """
+    if head is None:
+        return features
     logits = head(features)
     expected = *features.shape[:-1], config.num_classes
     text = f'model.head={records.text_of(config.head)}: got logits {logits.shape}'

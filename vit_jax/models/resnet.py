@@ -170,5 +170,4 @@ class ResNetClassifier(nn.Module):
     def __call__(self, images: FeatureMap, *, output: str = 'logits') -> Float[Array, 'b _']:
         x = ResNet(self.config.backbone, self.compute, name='backbone')(images)
         x = x.astype(jnp.float32).mean((1, 2))
-        is_logits = self.head is not None and output != 'features'
-        return compute_logits(self.config, self.head, x) if is_logits else x
+        return x if output == 'features' else compute_logits(self.config, self.head, x)

@@ -393,8 +393,7 @@ class ViT(ViTModule):
             size, dtype = config.representation_size, self.compute.dtype
             x = jnp.tanh(nn.Dense(size, dtype=dtype, name='pre_logits')(x))
         x = x.astype(jnp.float32)
-        is_logits = self.head is not None and output != 'features'
-        return compute_logits(config, self.head, x) if is_logits else x
+        return x if output == 'features' else compute_logits(config, self.head, x)
 
     def _embed(self, x: Tokens) -> tuple[Float[Array, 'b m d'], Kept | None]:
         """Adds class tokens, positions and registers (equation 1). Registers have no positions.

@@ -10,18 +10,19 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 import zipfile
 
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save, save_file
 
 import vit_jax
 from benchmarks import fault_injection
 from tests import reference
 from vit_jax.base import UserError
-from vit_jax.checkpoints.formats import torch_pickles
+from vit_jax.checkpoints.formats import array_files, torch_pickles
 from vit_jax.checkpoints.formats.array_files import read_array_file
 
 BLOCK = 'Transformer/encoderblock_0'
@@ -69,12 +70,24 @@ def test_pickle_of_a_pytorch_file_is_never_executed(tmp_path):
         assert not trap.exists()
 
 
+def _rebuild_tensor_v2(storage):
+    """Stands for torch's function that makes a tensor."""
+
+
+_rebuild_tensor_v2.__module__ = 'torch._utils'
+
+
+class Storage:
+    """Stands for the numbers of a tensor, which torch pickles by a persistent id."""
+
+
 class Tensor:
-    """Stands for a tensor, which torch pickles by a persistent id."""
+    def __reduce__(self):
+        return _rebuild_tensor_v2, (Storage(),)
 
 
 class Settings:
-    """Stands for an object that torch does not unpickle, which has a text in front of it."""
+    """Stands for an object of another class."""
 
     model = 'vit'
 
@@ -82,7 +95,7 @@ class Settings:
 def pickled(value):
     class Pickler(pickle.Pickler):
         def persistent_id(self, part):
-            return ('storage', '0') if isinstance(part, Tensor) else None
+            return ('storage', '0') if isinstance(part, Storage) else None
 
     file = io.BytesIO()
     Pickler(file, protocol=2).dump(value)
@@ -90,33 +103,76 @@ def pickled(value):
 
 
 ARRAYS = {'cls': Tensor(), 'norm': Tensor()}
+ORDERED = collections.OrderedDict(ARRAYS)
 OTHERS = {'args': Settings(), 'optimizer': {'state': {0: Tensor()}}, 'name': 'teacher'}
 CONVERTED = {  # what the printed command takes
     'MAE': ({'model': ARRAYS} | OTHERS, "['model']"),
-    'DINO': (
-        {'student': ARRAYS, 'teacher': collections.OrderedDict(ARRAYS)} | OTHERS,
-        "['teacher']",
+    'DINO': ({'student': ORDERED, 'teacher': collections.OrderedDict(ARRAYS)}, "['teacher']"),
+    'order': (
+        {'optimizer': ORDERED, 'state_dict': collections.OrderedDict(ARRAYS)},
+        "['state_dict']",
     ),
     'timm': (OTHERS | {'state_dict': ARRAYS, 'arch': 'model'}, "['state_dict']"),
-    'net': ({'net': ARRAYS, 'acc': Settings()}, "['net']"),
+    'net': ({'config': {'model': ARRAYS}, 'net': ARRAYS, 'acc': Settings()}, "['net']"),
     'top': (ARRAYS | {'args': Settings()}, 'torch.is_tensor'),
-    'none': ({'args': Settings(), 'model': {}}, 'contains no tensors'),
+    'module': ({'model': Settings()} | OTHERS, "['model'].state_dict()"),
+    'only a module': (Settings(), ').state_dict()'),
+    'none': ({'args': Settings(), 'model': {}}, 'no tensors were found'),
 }
 
 
 @pytest.mark.parametrize('name', CONVERTED)
 @pytest.mark.parametrize('is_zip', [False, True])
-def test_the_command_that_converts_a_file_takes_the_key_that_exists(name, is_zip, tmp_path):
+def test_the_command_that_converts_a_file_takes_the_key_that_exists(
+    name, is_zip, tmp_path, monkeypatch
+):
+    module = types.SimpleNamespace(_rebuild_tensor_v2=_rebuild_tensor_v2)
+    monkeypatch.setitem(sys.modules, 'torch._utils', module)
+    monkeypatch.setitem(sys.modules, 'torch', types.SimpleNamespace(_utils=module))
     contents, text = CONVERTED[name]
     path = tmp_path / 'x.pth'
     if is_zip:
         with zipfile.ZipFile(path, 'w') as archive:
             archive.writestr('x/data.pkl', pickled(contents))
     else:
-        path.write_bytes(
-            pickled(0x1950A86A20F9469CFC6C) + pickled(1001) + pickled(contents) + b'rest'
-        )
+        parts = 0x1950A86A20F9469CFC6C, 1001, {'little_endian': True}, contents
+        path.write_bytes(b''.join(map(pickled, parts)) + b'rest')
     assert text in torch_pickles.describe_conversion(path)
+
+
+def test_nothing_in_a_file_is_executed_to_find_the_key(tmp_path):
+    trap = tmp_path / 'executed'
+    (path := tmp_path / 'x.pth').write_bytes(
+        pickled({'model': Executed(trap), 'a': [Executed(trap)]})
+    )
+    torch_pickles.describe_conversion(path)
+    assert not trap.exists()
+    pickle.loads(path.read_bytes())
+    assert trap.exists()  # the trap works
+
+
+def test_a_file_of_many_empty_pickles_does_not_hang(tmp_path):
+    (path := tmp_path / 'x.pth').write_bytes(b'\x80\x02.' * 10**6)
+    assert 'no tensors' in torch_pickles.describe_conversion(path)
+
+
+def test_safetensors_are_written_as_by_the_library():
+    rng = np.random.default_rng(0)
+    arrays = {
+        'b': rng.normal(size=(3, 5)).astype(np.float32),
+        'a': np.asfortranarray(rng.normal(size=(2, 7)).astype(np.float32)),
+        'half': rng.normal(size=4).astype(np.float16),
+        'brain': rng.normal(size=(1, 3)).astype(ml_dtypes.bfloat16),
+        'scalar': np.float32(3),
+        'empty': np.zeros((0, 2), np.float32),
+    }
+    array_files.write_safetensors(file := io.BytesIO(), arrays, {'key': 'value'})
+    read = load(file.getvalue())
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(read[name], array)
+    one = {'a': arrays['b']}  # with several keys, the library's order of metadata varies
+    array_files.write_safetensors(file := io.BytesIO(), one, {})
+    assert file.getvalue() == save(one, {'format': 'pt'})
 
 
 def test_a_torchscript_program_is_named(tmp_path):

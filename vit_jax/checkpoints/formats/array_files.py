@@ -7,12 +7,14 @@ files have none.
 import contextlib
 import functools
 import importlib.util
+import io
+import json
 import os
 import pathlib
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import ml_dtypes  # comes with jax
 import numpy as np
@@ -20,6 +22,7 @@ import numpy as np
 from vit_jax.base import (
     MissingFile,
     Record,
+    StorageError,
     UserError,
     atomic_write,
     files,
@@ -43,6 +46,10 @@ INDEX = '.index.json'  # suffix of the index of a file of weights that is split 
 _TYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16', 'BOOL': 'bool'}
 _TYPES |= {f'I{bits}': f'int{bits}' for bits in (8, 16, 32, 64)}
 _TYPES |= {f'U{bits}': f'uint{bits}' for bits in (8, 16, 32, 64)}
+
+
+class DamagedFile(UserError):
+    """A file that cannot be read, such as one that was downloaded in part."""
 
 
 class LazyArray(NamedTuple):
@@ -129,7 +136,8 @@ def read_array_file(path: pathlib.Path) -> FileContents:
                 is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
                 torch_pickles.reject_programs(archive.namelist())
                 damaged = archive.testzip() if is_torch else None  # torch compares no checksums
-            require(damaged is None, f'{damaged}: damaged (wrong checksum); download it again')
+            if damaged is not None:
+                raise DamagedFile(f'{damaged}: damaged (wrong checksum); download it again')
             if is_torch:
                 return FileContents(_torch(path))
             return FileContents({n: _lazy(n, *array) for n, array in open_npz(path).items()})
@@ -141,10 +149,10 @@ def read_array_file(path: pathlib.Path) -> FileContents:
         if start[:1] == b'\x80':  # a pickle, the file format of PyTorch before 1.6
             return FileContents(_torch(path))
         lfs = '; run `git lfs pull`' if start.startswith(b'version ') else ''
-        raise UserError(f'starts with {start[:8]!r}; expected npz, safetensors or PyTorch{lfs}')
+        raise DamagedFile(f'starts with {start[:8]!r}; expected npz, safetensors or PyTorch{lfs}')
 
 
-def read_json(path: pathlib.Path) -> JsonObject:
+def read_json_object(path: pathlib.Path) -> JsonObject:
     """Reads a JSON object. Raises UserError with a message that starts with the path."""
     with error_prefix(path):
         return JsonObject(files.read_json(path), path.name)
@@ -154,7 +162,7 @@ def read_descriptions(folder: pathlib.Path) -> dict[str, JsonObject]:
     """Reads the files of DESCRIPTIONS that a folder contains, by name."""
     # A broken link is an error: a cache that was copied without its blobs contains such links.
     names = [name for name in DESCRIPTIONS if os.path.lexists(folder / name)]
-    return {name: read_json(folder / name) for name in names}
+    return {name: read_json_object(folder / name) for name in names}
 
 
 def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -163,13 +171,32 @@ def write_npz(path: pathlib.Path, arrays: Mapping[str, np.ndarray]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def to_safetensors(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """Returns the contents of a safetensors file."""
-    from safetensors.numpy import save
+def write_safetensors(
+    file: IO[bytes] | io.BufferedIOBase,
+    arrays: Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes the contents of a safetensors file, array by array.
 
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    The library would need the memory of the whole model once more, or replace the file itself.
+    """
+    types = {name: code for code, name in _TYPES.items()}
     # `format` tells transformers that these are tensors of a PyTorch model.
-    return save(arrays, {'format': 'pt', **metadata})
+    header: dict[str, Any] = {'__metadata__': {'format': 'pt', **metadata}}
+    # Larger types come first, so that all arrays are aligned.
+    ordered = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    end = 0
+    for name in ordered:
+        array, start = arrays[name], end
+        end += array.nbytes
+        place = {'shape': [*array.shape], 'data_offsets': [start, end]}
+        header[name] = {'dtype': types[array.dtype.name], **place}
+    text = json.dumps(header, separators=(',', ':')).encode()
+    text += b' ' * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, 'little') + text)
+    for name in ordered:
+        file.write(np.ascontiguousarray(arrays[name]).tobytes())
+    file.flush()
 
 
 @contextlib.contextmanager
@@ -183,10 +210,13 @@ def error_prefix(path: pathlib.Path | str) -> Iterator[None]:
     except FileNotFoundError as error:
         remote = 'remote names start with hf:, augreg:, vit:, https:// or gs://'
         raise MissingFile(f'{path}: no such file or folder; {remote}') from error
+    except UserError as error:
+        raise type(error)(f'{path}: {str(error).splitlines()[0]}') from error
+    except OSError as error:
+        raise StorageError(f'{path}: {error.strerror or error}') from error
     except Exception as error:  # zipfile, numpy, safetensors and torch raise many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        kind = type(error) if isinstance(error, UserError) else UserError
-        raise kind(f'{path}: {lines[0][:300]}') from error
+        raise DamagedFile(f'{path}: {lines[0][:300]}') from error
 
 
 def _safetensors(path: pathlib.Path) -> FileContents:

@@ -87,7 +87,7 @@ def open_checkpoint(
         files = [] if is_remote(local) else _find_weights(place)
     if not files:
         return _open_own(path, local, hints)
-    with remote.how_to_repair(str(place)):
+    with remote.suggest_new_download(str(place)):
         opened = [array_files.read_array_file(file) for file in files]
     contents = FileContents(
         arrays={name: array for each in opened for name, array in each.arrays.items()},
@@ -119,7 +119,7 @@ def _find_weights(place: pathlib.Path) -> list[pathlib.Path]:
                 logging.warning('%s: %s is read, and not the shards of %s', place, name, index.name)
             return [place / name]
         if os.path.lexists(index):
-            shards = {*array_files.read_json(index).part('weight_map').values()}
+            shards = {*array_files.read_json_object(index).part('weight_map').values()}
             return sorted(place / pathlib.PurePath(str(shard)).name for shard in shards)
     files = sorted(p for p in place.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
     listed = ', '.join(file.name for file in files)
@@ -174,7 +174,7 @@ def _parse(
     )
 
     def read() -> Params:
-        with remote.how_to_repair(file), array_files.error_prefix(path):
+        with remote.suggest_new_download(file), array_files.error_prefix(path):
             values = name_map.to_ours(resolved, arrays, shapes)
         params = tree_names.map_named(lambda name, _: values[name], expected)
         return transfer.adapt(params, old=config, new=new).params

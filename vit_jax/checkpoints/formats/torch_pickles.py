@@ -1,26 +1,23 @@
-"""Finds out how a PyTorch file that is not loaded can be converted, without unpickling it."""
+"""Suggests the command that converts a rejected PyTorch file, without executing code in it."""
 
+import collections
+import contextlib
+import io
 import pathlib
-import pickletools
+import pickle
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vit_jax.base import UserError
 from vit_jax.base.files import Limit, open_file
 
 # Keys under which training programs store the arrays of a model, the preferred ones first.
-_KEYS = (
-    'state_dict',
-    'model_state_dict',
-    'model',
-    'teacher',
-    'student',
-    'net',
-    'module',
-    'model_ema',
-)
+_KEYS = 'state_dict', 'model_state_dict', 'model', 'teacher', 'student', 'net', 'module', 'ema'
+_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of a file of PyTorch before 1.6
 _PYTHON = 'if you trust the file, convert it: python -c "import torch; {}"'
 _SAVE = "torch.save({}, 'weights.pth')"
+_LOAD = "torch.load('FILE', weights_only=False)"
 
 
 def reject_programs(members: Sequence[str]) -> None:
@@ -32,47 +29,73 @@ def reject_programs(members: Sequence[str]) -> None:
 
 
 def describe_conversion(path: pathlib.Path) -> str:
-    """Describes the command that extracts the arrays, by the key that the file contains."""
-    loaded = "torch.load('FILE', weights_only=False)"
-    keys, has_tensors = _read_keys(path)
-    if not has_tensors:
-        return 'the file contains no tensors; expected npz, safetensors or PyTorch'
-    key = next((key for key in _KEYS if key in keys), None)
-    tensors = f'{{k: v for k, v in {loaded}.items() if torch.is_tensor(v)}}'
-    return _PYTHON.format(_SAVE.format(tensors if key is None else f'{loaded}[{key!r}]'))
+    """Describes the command that extracts the arrays, by the contents of the file."""
+    contents = None
+    with contextlib.suppress(Exception):  # of damaged files
+        contents = _read_structure(path)
+    if isinstance(contents, Mapping):
+        for key in _KEYS:
+            if _has_tensors(contents.get(key)):
+                return _PYTHON.format(_SAVE.format(f'{_LOAD}[{key!r}]'))
+            if isinstance(contents.get(key), _Inert):  # a model as an object
+                return _PYTHON.format(_SAVE.format(f'{_LOAD}[{key!r}].state_dict()'))
+        if _has_tensors(contents):
+            tensors = f'{{k: v for k, v in {_LOAD}.items() if torch.is_tensor(v)}}'
+            return _PYTHON.format(_SAVE.format(tensors))
+    elif isinstance(contents, _Inert):
+        return _PYTHON.format(_SAVE.format(f'{_LOAD}.state_dict()'))
+    return 'no tensors were found in it; expected npz, safetensors or PyTorch'
 
 
-def _read_keys(path: pathlib.Path) -> tuple[set[str], bool]:
-    """Returns the texts that are followed by a dictionary, and whether there are tensors."""
-    keys, text, has_tensors = set[str](), '', False
-    for name, argument in _read_operations(path):
-        if name in ('PUT', 'BINPUT', 'LONG_BINPUT', 'MEMOIZE', 'MARK'):
-            continue
-        is_ordered = name == 'GLOBAL' and argument == 'collections OrderedDict'
-        if name in ('EMPTY_DICT', 'DICT') or is_ordered:
-            keys.add(text)
-        has_tensors = has_tensors or name in ('BINPERSID', 'PERSID')
-        text = str(argument) if 'UNICODE' in name else ''
-    return keys, has_tensors
+class _Inert:
+    """Stands for an object of any class; keeps nothing and does nothing."""
+
+    def __new__(cls, *_: Any, **__: Any) -> '_Inert':
+        return object.__new__(cls)
+
+    def __setstate__(self, _: Any) -> None: ...
+
+    def __setitem__(self, *_: Any) -> None: ...
+
+    def append(self, _: Any) -> None: ...
+
+    def extend(self, _: Any) -> None: ...
 
 
-def _read_operations(path: pathlib.Path) -> Iterator[tuple[str, object]]:
-    """Yields the operations of all pickles in a file, up to the first damage."""
+class _Tensor(_Inert):
+    """Stands for a tensor."""
+
+
+class _Unpickler(pickle.Unpickler):
+    """Restores dictionaries, lists, texts and numbers, and stand-ins for everything else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ('collections', 'OrderedDict'):
+            return collections.OrderedDict
+        return _Tensor if module == 'torch._utils' and name.startswith('_rebuild') else _Inert
+
+    def persistent_load(self, _: Any) -> Any:
+        return _Inert()  # the storage of a tensor
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(each, _Tensor) for each in value.values())
+
+
+def _read_structure(path: pathlib.Path) -> Any:
+    """Returns the object in a PyTorch file, with stand-ins for everything that needs code."""
     with open_file(path) as file:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 name = next(name for name in archive.namelist() if name.endswith('/data.pkl'))
                 with archive.open(name) as member:
-                    contents = member.read(Limit.PICKLE_BYTES)
-        else:  # before PyTorch 1.6: several pickles, and then the tensors
+                    stream = io.BytesIO(member.read(Limit.PICKLE_BYTES))
+        else:
             file.seek(0)
-            contents = file.read(Limit.PICKLE_BYTES)
-    start = 0
-    while start < len(contents):
-        try:
-            for operation, argument, position in pickletools.genops(contents[start:]):
-                yield operation.name, argument
-                end = position or 0
-        except ValueError:
-            return
-        start += end + 1
+            stream = io.BytesIO(file.read(Limit.PICKLE_BYTES))
+    first = _Unpickler(stream).load()
+    if first != _MAGIC:
+        return first
+    for _ in range(2):  # the version, and properties of the system
+        _Unpickler(stream).load()
+    return _Unpickler(stream).load()

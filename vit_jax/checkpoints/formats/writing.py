@@ -1,5 +1,6 @@
 """Writes checkpoints in any format; rejects models that would be read back differently."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 
 from vit_jax.base import Params, UserError, make_folder, records, require, tree_names
-from vit_jax.base.files import format_json, would_replace, write_together
+from vit_jax.base.files import atomic_write, format_json, would_replace
 from vit_jax.checkpoints import digests, store
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import array_files, name_map, stablehlo
@@ -142,7 +143,7 @@ def _write_arrays(
         return notes
     metadata = {CARD: json.dumps(records.to_dict(card))}
     metadata[LAYOUT] = json.dumps(dataclasses.asdict(layout))
-    contents = dict[pathlib.Path, bytes]()
+    contents = dict[pathlib.Path, bytes]()  # JSON files, which are written together with arrays
     if form.file_name:
         ends = *array_files.ENDINGS, array_files.INDEX, digests.FILE
         others = {f.name for f in place.glob('*') if f.name.endswith(ends)} - {form.file_name}
@@ -150,7 +151,12 @@ def _write_arrays(
         make_folder(place)
         contents = {place / name: format_json(content) for name, content in files.items()}
         place = place / form.file_name
-    write_together(contents | {place: array_files.to_safetensors(arrays, metadata)})
+    with contextlib.ExitStack() as stack:
+        for path, text in contents.items():
+            file = stack.enter_context(atomic_write(path))
+            file.write(text)
+            file.flush()  # here, a full disk leaves none of the files
+        array_files.write_safetensors(stack.enter_context(atomic_write(place)), arrays, metadata)
     return notes
 
 

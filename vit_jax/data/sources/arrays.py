@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from vit_jax.base import UserError, require, usable
-from vit_jax.base.npz import StoredArray, open_npz
+from vit_jax.base.npz import StoredArray, decode_names, open_npz
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source
 
 _ARRAYS = 'an .npz file of arrays without Python objects'
@@ -111,8 +111,7 @@ def _read_class_names(
         names = arrays['class_names'].read()
         actual = f'{path}: class_names are {names.dtype}{list(names.shape)}'
         require(names.ndim == 1 and names.dtype.kind in 'SUiu', f'{actual}; expected strings')
-        texts = [n.decode() if isinstance(n, bytes) else str(n) for n in names.tolist()]
-        return [text.strip() for text in texts]
+        return decode_names(names)
     count = max(_count_classes(arrays[f'{split}_labels'].read()) for split in splits)
     text = f'{path}: label {count - 1:,}; expected below {_MOST_CLASSES}, or an array class_names'
     require(count <= _MOST_CLASSES, text)

@@ -122,7 +122,7 @@ def labeled_source(
         because the size of the file is used.
     """
     labels = np.asarray(labels)
-    read_image, read_size = (read, size_of) if read else (read_file, _file_size)
+    read_image, read_size = (read, size_of) if read else (read_image_file, _file_size)
     to_name = name_of or (str if read else files.decode_path)
     return Source(
         count=len(labels),
@@ -145,7 +145,7 @@ def multi_hot(classes: Sequence[Sequence[int]], num_classes: int) -> Int[np.ndar
     return rows
 
 
-def read_file(path: str | os.PathLike[str]) -> bytes:
+def read_image_file(path: str | os.PathLike[str]) -> bytes:
     """Reads the bytes of a file."""
     return files.read_file(path, files.Limit.IMAGE_BYTES)
 
@@ -267,7 +267,8 @@ def normalize_look(name: str) -> str:
     """Normalizes what a reader may overlook in a name: case, invisible letters, `01`, `true`."""
     text = ''.join(c for c in canonicalize_name(name) if unicodedata.category(c) != 'Cf')
     text = {'true': '1', 'false': '0'}.get(text, text)
-    return str(fractions.Fraction(text)) if _NUMBER.fullmatch(text) else text
+    is_number = _NUMBER.fullmatch(text) and len(text) < 1000  # Python limits the digits of an int
+    return str(fractions.Fraction(text)) if is_number else text
 
 
 def match_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:

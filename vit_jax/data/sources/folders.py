@@ -42,6 +42,7 @@ def open_splits(root: str) -> Splits:
         return {'all': lambda: files_by_class(path)}
     _warn_of_loose_images(path)
     classes = {split: {*folder_names(folder)} for split, folder in folders.items()}
+    looks = {split: {normalize_look(n): n for n in names} for split, names in classes.items()}
 
     def open_split(split: str) -> Source:
         faults, names = list[str](), classes[split]
@@ -50,8 +51,8 @@ def open_splits(root: str) -> Splits:
             for name in sorted(names ^ other_names) if shared else ():
                 has, lacks = (split, other) if name in names else (other, split)
                 text = f'{path}: class {name!r} is in {has}/ but not in {lacks}/'
-                similar = [n for n in classes[lacks] if normalize_look(n) == normalize_look(name)]
-                faults.append(f'{text}, which has {similar[0]!a}' if similar else text)
+                similar = looks[lacks].get(normalize_look(name))
+                faults.append(f'{text}, which has {similar!a}' if similar else text)
         return files_by_class(folders[split], faults)
 
     return {split: functools.partial(open_split, split) for split in folders}

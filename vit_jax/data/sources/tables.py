@@ -6,6 +6,7 @@ are ignored, and so is white space around column names, labels and splits. A CSV
 semicolons or tabs as separators, as spreadsheets do in some countries.
 """
 
+import collections
 import csv
 import functools
 import io
@@ -104,7 +105,8 @@ def _read_csv(text: str) -> Iterator[_Line]:
         for name in _COLUMNS:
             same = [repr(each) for each in written if each.casefold() == name]
             require(
-                len(same) < 2, f'the columns {" and ".join(same)} are both {name}; expected one'
+                len(same) < 2,
+                f'columns {" and ".join(same)} have the same name; expected one {name}',
             )
         for cells in reader:
             surplus = cells.pop(None, ())
@@ -131,9 +133,8 @@ def _read_jsonl(text: str) -> Iterator[_Line]:
 
 def _to_unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the values of a JSON object by key. Raises UserError if a key is repeated."""
-    keys = [key for key, _ in pairs]
-    repeated = next((key for key in keys if keys.count(key) > 1), '')
-    require(len({*keys}) == len(keys), f'the key {repeated!r} is given twice; expected it once')
+    for key, count in collections.Counter(key for key, _ in pairs).items():
+        require(count == 1, f'the key {key!r} is given {count} times; expected it once')
     return dict(pairs)
 
 

@@ -211,7 +211,8 @@ def read_tfrecords(
       UserError: If a checksum is wrong or a file ends early. The message names file and offset.
     """
     for path in paths:
-        require_file(path)
+        with usable(path):
+            require_file(path)
     files = [os.open(path, os.O_RDONLY) for path in paths]  # shared by threads, read with `pread`
     rows = (
         (number, *record)

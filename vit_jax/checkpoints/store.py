@@ -333,6 +333,10 @@ def write_standalone(folder: Path, params: Params, card: Json) -> None:
     is_free = is_complete(final) or not final.exists()
     require(is_free, f'{folder}: not a vit_jax checkpoint; remove it or choose another path')
     make_folder(final.parent)
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    free = shutil.disk_usage(final.parent).free
+    if needed > free:  # orbax would fail with many messages
+        raise StorageError(f'{folder}: needs {needed:,} bytes; the disk has {free:,} bytes free')
     partial = final.with_name(f'{digests.PARTIAL}{final.name}-{uuid.uuid4().hex}')
     arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))
     with _only_writer(final):
@@ -371,5 +375,10 @@ def _only_writer(final: Path) -> Iterator[None]:
 
 
 def _remove_folders(parent: Path, pattern: str) -> None:
-    for folder in parent.glob(pattern):
-        shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(20):  # threads of tensorstore may still write after an error
+        folders = list(parent.glob(pattern))
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not folders:
+            break
+        time.sleep(0.05)

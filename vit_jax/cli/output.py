@@ -57,6 +57,7 @@ def set_up(*, only_prints: bool = False) -> None:
         is_needed = only_prints and name == 'stdout'
         setattr(sys, name, _Stream(stream, name, is_needed=is_needed))
     _configure_logging()
+    sys.excepthook = _print_exception
 
 
 def ignore_closed_pipes() -> None:
@@ -95,6 +96,12 @@ def _configure_logging() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger('jax._src.xla_bridge').addFilter(_drop_traceback)
     logging.getLogger('huggingface_hub').propagate = False  # has its own handler
+
+
+def _print_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Prints an exception of a thread, except those of tensorstore after a write has failed."""
+    if not (kind is RuntimeError and str(error) == 'Event loop is closed'):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _drop_traceback(record: logging.LogRecord) -> bool:

@@ -147,10 +147,10 @@ def test_a_checkpoint_whose_arrays_orbax_has_lost_gets_no_name(tmp_path, monkeyp
 
 def test_what_a_killed_writer_of_a_checkpoint_left_is_removed(tmp_path):
     for name in 'a', 'a-b':
-        left = tmp_path / f'.partial-{name}-{"0" * 32}.orbax-checkpoint-tmp'
-        (left / 'params').mkdir(parents=True)
+        left = f'{store._partial_stem(tmp_path / name)}-{"0" * 32}.orbax-checkpoint-tmp'
+        (tmp_path / left / 'params').mkdir(parents=True)
     store.write_standalone(tmp_path / 'a', PARAMS, CARD)
-    assert sorted(os.listdir(tmp_path)) == [f'.partial-a-b-{"0" * 32}.orbax-checkpoint-tmp', 'a']
+    assert sorted(os.listdir(tmp_path)) == [left, 'a']  # of the other checkpoint
 
 
 def test_two_writers_of_one_checkpoint_take_turns(tmp_path):

@@ -12,13 +12,13 @@ checkpoint has another name while it is written or removed, so that a folder STE
 
 import contextlib
 import functools
-import glob
 import math
 import os
 import shutil
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -337,7 +337,7 @@ def write_standalone(folder: Path, params: Params, card: Json) -> None:
     free = shutil.disk_usage(final.parent).free
     if needed > free:  # orbax would fail with many messages
         raise StorageError(f'{folder}: needs {needed:,} bytes; the disk has {free:,} bytes free')
-    partial = final.with_name(f'{digests.PARTIAL}{final.name}-{uuid.uuid4().hex}')
+    partial = final.with_name(f'{_partial_stem(final)}-{uuid.uuid4().hex}')
     arrays = ocp.args.Composite(params=ocp.args.PyTreeSave(params))
     with _only_writer(final):
         try:
@@ -358,7 +358,7 @@ def _only_writer(final: Path) -> Iterator[None]:
 
     Does neither on file systems without locks.
     """
-    lock = final.with_name(f'{digests.PARTIAL}{final.name}.lock')
+    lock = final.with_name(f'{_partial_stem(final)}.lock')
     with contextlib.ExitStack() as stack:
         while True:
             with usable(final):
@@ -369,9 +369,13 @@ def _only_writer(final: Path) -> Iterator[None]:
                 break
         stack.callback(lock.unlink)
         if is_locked:
-            pattern = f'{digests.PARTIAL}{glob.escape(final.name)}-{"[0-9a-f]" * 32}*'
-            _remove_folders(final.parent, pattern)
+            _remove_folders(final.parent, f'{_partial_stem(final)}-*')
         yield
+
+
+def _partial_stem(final: Path) -> str:
+    """Returns the start of the names of partial folders, which orbax does not misread."""
+    return f'{digests.PARTIAL}{zlib.crc32(os.fsencode(final.name)):08x}'
 
 
 def _remove_folders(parent: Path, pattern: str) -> None:

@@ -127,3 +127,19 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly_and_a_file_is_written_who
     shares = [float(row['probability']) for row in rows[:2]]
     np.testing.assert_allclose(shares, best[:-3:-1], rtol=1e-5)
     assert [path.name for path in tmp_path.glob('out*')] == ['out.csv']
+
+
+def test_two_outputs_are_two_files(tmp_path):
+    (tmp_path / 'link').symlink_to('x.csv')
+    for other in 'x.csv', './x.csv', 'link':
+        with pytest.raises(UserError, match='x.csv.*expected distinct files'):
+            predict.require_new([str(tmp_path / 'x.csv'), str(tmp_path / other)], overwrite=True)
+    predict.require_new(['/dev/null', '/dev/null', None], overwrite=False)
+
+
+def test_class_names_may_contain_separators_of_unicode(tmp_path):
+    (path := tmp_path / 'names').write_text('a\u2028b\r\nc\x0cd\n\n')
+    assert predict.read_lines(str(path)) == ['a\u2028b', 'c\x0cd']
+    path.write_bytes('a\nb'.encode('utf-16'))
+    with pytest.raises(UserError, match=f'{path}: .*expected class names in UTF-8'):
+        predict.read_lines(str(path))

@@ -95,7 +95,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 def require_new(paths: Iterable[str | None], *, overwrite: bool) -> None:
     """Raises UserError if an output file exists and `overwrite` is False, or is not writable."""
-    for path in filter(None, paths):
+    given = [path for path in paths if path is not None]
+    with usable(', '.join(given)):
+        files = [os.path.realpath(path) for path in given if not is_special(path)]
+    require(len({*files}) == len(files), f'{", ".join(given)}: expected distinct files')
+    for path in given:
         require(not os.path.isdir(path), f'{path}: a folder; expected a file')
         exists = would_replace(path) and not overwrite
         require(not exists, f'{path}: exists already; pass --overwrite to replace it')
@@ -161,10 +165,16 @@ def _read_class_names(loaded: LoadedModel, path: str | None) -> list[str]:
     count = loaded.config.num_classes or 0
     if path is None:
         return list(loaded.class_names) or [f'class {i}' for i in range(count)]
-    with usable(path):
-        names = read_text(path).rstrip().splitlines()
+    names = read_lines(path)
     require(len(names) == count, f'--class_names={path}: got {len(names)} lines; expected {count}')
     return names
+
+
+def read_lines(path: str) -> list[str]:
+    """Reads the class names of --class_names. Raises UserError if the file is not in UTF-8."""
+    with usable(path, 'class names in UTF-8, one per line'):
+        lines = read_text(path).rstrip('\r\n').split('\n')
+    return [line.removesuffix('\r') for line in lines]
 
 
 def shorten_names(names: Sequence[str]) -> list[str]:

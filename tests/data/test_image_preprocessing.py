@@ -245,6 +245,35 @@ def test_an_orientation_that_is_damaged_or_none_turns_nothing(stored):
     np.testing.assert_array_equal(decoded(stored), decoded(stored, exif_rotation=False))
 
 
+@pytest.mark.parametrize('orientation', range(1, 9))
+def test_a_16_bit_tiff_is_turned_as_one_of_8_bits(orientation):
+    gray = PHOTO[..., 0]
+    tag = {0x0112: orientation}
+    wide = encoded(Image.fromarray(gray.astype(np.uint16) << 8), 'TIFF', tiffinfo=tag)
+    narrow = encoded(Image.fromarray(gray), 'TIFF', tiffinfo=tag)
+    for turns in True, False:
+        np.testing.assert_array_equal(decoded(wide, turns), decoded(narrow, turns))
+        image = Image.open(io.BytesIO(wide))
+        found = image_decoding.decode_pillow(image, exif_rotation=turns)
+        np.testing.assert_array_equal(found, decoded(narrow, turns))
+
+
+def test_the_image_of_the_caller_is_not_changed():
+    stored = TURNED['tiff']
+    image = Image.open(io.BytesIO(stored))
+    first, second = (image_decoding.decode_pillow(image, exif_rotation=True) for _ in range(2))
+    np.testing.assert_array_equal(first, decoded(stored))
+    np.testing.assert_array_equal(second, first)
+
+
+@pytest.mark.parametrize('default_image', [False, True])
+def test_an_animation_is_the_image_that_it_shows_without_animation(default_image):
+    frames = [Image.fromarray(255 - PHOTO), Image.fromarray(PHOTO // 2)]
+    options = {'save_all': True, 'append_images': frames, 'default_image': default_image}
+    stored = encoded(Image.fromarray(PHOTO), 'PNG', **options)
+    np.testing.assert_array_equal(decoded(stored), PHOTO)
+
+
 MANY = zlib.compress(bytes(2**22))  # the limit of Pillow is 1 MB after decompression
 
 

@@ -77,6 +77,19 @@ def test_a_function_whose_head_has_another_number_of_outputs_is_rejected(name, c
         count_params(config)
 
 
+@pytest.mark.parametrize(
+    'head, text',
+    [
+        (lambda k: 3, 'returned 3; expected a flax module'),
+        (lambda k: nn.Dense, 'expected a flax module'),
+        (lambda k: nn.Sequential([nn.Dense(k), lambda x: (x, x)]), r'got logits tuple; expected'),
+    ],
+)
+def test_a_function_that_makes_no_head_is_rejected(head, text):
+    with pytest.raises(UserError, match=f'model.head=.*{text}'):
+        count_params(tiny.model(head=head))
+
+
 def test_a_function_that_has_changed_gives_other_parameters():
     """As in a notebook, where the head is defined again or depends on a variable."""
     widths = [4]

@@ -95,7 +95,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     with usable(path):
         with contextlib.suppress(FileNotFoundError):
             os.stat(path)  # raises OSError for a loop of links
-    target = os.path.realpath(path)
+        target = os.path.realpath(path)
     _remove_abandoned(target)
     with _create_partial(path, target) as (buffer, partial):
         yield buffer
@@ -142,7 +142,10 @@ def would_replace(path: str | os.PathLike[str]) -> bool:
 
 def _find_descriptor(path: str | os.PathLike[str]) -> tuple[str, str] | None:
     """Follows links until one is an entry of /proc/PID/fd; returns this folder and the entry."""
-    place = os.path.abspath(path)
+    try:
+        place = os.path.abspath(path)
+    except FileNotFoundError:  # the current folder was removed
+        return None
     for _ in range(40):  # the limit of Linux
         folder, name = os.path.realpath(os.path.dirname(place)), os.path.basename(place)
         if _DESCRIPTORS.fullmatch(folder):
@@ -178,7 +181,7 @@ def _create_partial(path: Path, target: str) -> Iterator[tuple[IO[bytes], str]]:
         with io.BufferedWriter(file) as buffer:
             yield buffer, name
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # usually, because it was renamed
             os.unlink(name)
 
 

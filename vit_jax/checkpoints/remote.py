@@ -178,7 +178,7 @@ def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     import requests  # slow to import, and needed only for downloads
 
     url, shown = _public_url(url), redact_url(_public_url(url))
-    name = shown.rpartition('/')[2][-200:]  # file systems allow 255 bytes
+    name = os.fsencode(shown.rpartition('/')[2])[-200:].decode('utf-8', 'ignore')  # of 255 bytes
     path = cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
     expected = sha256.lower() if sha256 else None
     try:
@@ -189,12 +189,15 @@ def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
         headers = {'Accept-Encoding': 'identity'}
         with requests.get(url, stream=True, timeout=_TIMEOUT_SECONDS, headers=headers) as response:
             response.raise_for_status()
+            require(response.status_code == 200, f'{shown}: HTTP {response.status_code}')
             _warn_of_redirects([url, *(each.url for each in (*response.history, response))])
             return path, _download(response, path, expected)
     except requests.RequestException as error:
         raise _make_request_error(error, shown) from error
     except StorageError as error:
         raise StorageError(f'{error}; VIT_JAX_CACHE=DIR sets another cache') from error
+    except UserError:
+        raise
     except OSError as error:
         text = f'{error.filename or path}: {error.strerror or error}'
         raise StorageError(f'{text}; VIT_JAX_CACHE=DIR sets another cache') from error
@@ -228,11 +231,11 @@ def _download(response: Any, path: pathlib.Path, expected: str | None) -> str:
     from rich.console import Console
     from rich.progress import Progress
 
-    encoding = response.headers.get('Content-Encoding', 'identity')
-    if encoding != 'identity':
+    encoding = response.headers.get('Content-Encoding', '').lower()
+    if encoding not in ('', 'identity', 'aws-chunked'):
         raise ValueError(f'the response is compressed ({encoding}); expected an uncompressed file')
-    size, free = response.headers.get('Content-Length'), shutil.disk_usage(path.parent).free
-    size = int(size) if size is not None else None
+    declared, free = response.headers.get('Content-Length', ''), shutil.disk_usage(path.parent).free
+    size = int(declared) if declared.isdecimal() else None
     if size is not None and size > free:
         raise StorageError(f'{path}: needs {size:,} bytes; the disk has {free:,} bytes free')
     digest, written = hashlib.sha256(), 0

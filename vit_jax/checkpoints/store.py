@@ -14,6 +14,7 @@ import contextlib
 import functools
 import math
 import os
+import pathlib
 import shutil
 import threading
 import time
@@ -327,7 +328,10 @@ def write_standalone(folder: Path, params: Params, card: Json) -> None:
       UserError: If the path holds anything except a checkpoint or an empty folder.
       StorageError: If the checkpoint cannot be written; nothing is left then.
     """
-    final = folder.absolute()
+    with usable(folder):
+        final = pathlib.Path(os.path.realpath(folder))
+    text = f'{folder}: a checkpoint of a run; expected another path'
+    require(not (final / 'training').exists(), text)
     if final.is_dir() and not any(final.iterdir()):
         final.rmdir()
     is_free = is_complete(final) or not final.exists()

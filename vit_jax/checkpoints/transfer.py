@@ -283,6 +283,9 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
         wrong = f'got the arrays {", ".join(stored)}; expected vectors and, optionally, scale, bias'
         fits = {'vectors'} <= {*stored} <= {'vectors', 'class_names', *_NUMBERS}
         require(fits, f'{wrong} and class_names')
+        declared = stored['vectors'].shape
+        right = (*declared[:1], width)
+        require(declared == right, f'vectors: got shape {declared}; expected {right}')
         arrays: dict[str, Any] = {'vectors': stored['vectors'].read()}
         for name, default in _NUMBERS.items():
             arrays[name] = np.squeeze(stored[name].read() if name in stored else default)

@@ -103,7 +103,7 @@ def _locate_errors(given: str, file: pathlib.Path) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [
             (pathlib.Path(frame.f_code.co_filename).absolute(), line, frame)
             for frame, line in traceback.walk_tb(error.__traceback__)
@@ -126,7 +126,7 @@ def _is_of_user(place: pathlib.Path, file: pathlib.Path) -> bool:
     return place.is_relative_to(file.parent.absolute()) and place.exists() and not is_installed
 
 
-def _describe(error: Exception, frame: types.FrameType | None) -> str:
+def _describe(error: BaseException, frame: types.FrameType | None) -> str:
     """Describes an exception of the user's code; suggests a name for a misspelled one."""
     text = format_error(error)
     if isinstance(error, SyntaxError):

@@ -37,7 +37,8 @@ _MARKS = (
     *(b'Orientation', b'Raw profile', b'XML:com.adobe.xmp'),
 )
 _TIFF_STARTS = b'II*\0', b'MM\0*', b'II+\0', b'MM\0+'
-_IN_XMP = re.compile(rb'[\w-]+:Orientation\s*(?:=\s*["\']|>)\s*([1-8])\b')
+_IN_XMP = re.compile(rb'tiff:Orientation(?:\s*=\s*["\']|(?:\s[^<>]*)?>)\s*([1-8])\b')
+_PNG_ANIMATION = {b'acTL', b'fcTL', b'fdAT'}
 _PNG_START, _PNG_TEXTS = b'\x89PNG\r\n\x1a\n', {b'tEXt', b'zTXt', b'iTXt'}
 # Keywords of text chunks of PNG that may hold an orientation.
 _PNG_KEYWORDS = {
@@ -180,11 +181,7 @@ def _decode_stored(stored: bytes, header: Header) -> Image:
             if decoded is not None:
                 return decoded
     try:
-        image = open_with_pillow(stored)
-        if header.kind == 'TIFF':  # else Pillow turns the image when it loads the pixels
-            image.getexif().pop(_ORIENTATION, None)
-            image.info.pop('xmp', None)
-        return _to_rgb(image)
+        return decode_pillow(open_with_pillow(stored), exif_rotation=False)
     except UserError:
         raise
     except Exception as error:  # Pillow raises many exception types
@@ -291,8 +288,11 @@ def _png_chunks(stored: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _drop_png_metadata(stored: bytes) -> bytes:
-    """Returns a PNG without texts and profiles, which libraries decompress within limits."""
-    dropped = {*_PNG_TEXTS, b'iCCP', b'eXIf'}
+    """Returns a PNG without texts and profiles, which libraries decompress within limits.
+
+    Of an animation, only the image that programs without animations show is left.
+    """
+    dropped = {*_PNG_TEXTS, b'iCCP', b'eXIf', *_PNG_ANIMATION}
     chunks = [*_png_chunks(stored)]
     if not any(kind in dropped for kind, _, _ in chunks):
         return stored

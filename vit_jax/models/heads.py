@@ -56,7 +56,10 @@ def make_head(config: ModelConfig) -> nn.Module | None:
         one = dataclasses.replace(config, pool='cls')
         return DistilledHead(make_head(one), make_head(one))
     if callable(config.head):
-        return config.head(config.num_classes)
+        head = config.head(config.num_classes)
+        text = f'model.head={records.text_of(config.head)}: returned {head!r:.80}'
+        require(isinstance(head, nn.Module), f'{text}; expected a flax module')
+        return head
     if config.head == 'linear':
         zeros, constant = nn.initializers.zeros, nn.initializers.constant(config.head_bias)
         return nn.Dense(config.num_classes, kernel_init=zeros, bias_init=constant)
@@ -75,8 +78,9 @@ def compute_logits(config: ModelConfig, head: Any, features: Float[Array, '*n d'
         return features
     logits = head(features)
     expected = *features.shape[:-1], config.num_classes
-    text = f'model.head={records.text_of(config.head)}: got logits {logits.shape}'
-    require(logits.shape == expected, f'{text}; expected {expected}')
+    shape = getattr(logits, 'shape', type(logits).__name__)
+    text = f'model.head={records.text_of(config.head)}: got logits {shape}'
+    require(shape == expected, f'{text}; expected {expected}')
     return logits
 
 

@@ -96,6 +96,11 @@ FAULTS = {  # the wrong lines of each table, by their numbers
         '{"path": "a", "label": "b"}\n{"path": "a", "label": "b", "label": "c"}\n' + '[' * 10**5,
         [2, 3],
     ),
+    'quotes.csv': ('path,label\na,cat\n"b,cat\nc,cat\nd",dog', [5]),
+    'multi.jsonl': (
+        '{"path": "a", "labels": ["b"]}\n{"path": "a", "labels": ["c"]}',
+        [2],
+    ),
     'paths.jsonl': (
         '{"path": "im/a", "label": "b"}\n{"path": "./im/a", "label": "c"}\n'
         '{"path": "im//a", "label": "b"}\n{"path": "im/../im/a", "label": "c"}',

@@ -96,6 +96,9 @@ def _npz_splits(path: str) -> Splits:
         class_names = _read_class_names(arrays, names, path)
 
     def open_split(split: str) -> Source:
+        shapes = [arrays[f'{split}_{kind}'].shape for kind in ('images', 'labels')]
+        text = f'{path}:{split}: images of shape {shapes[0]} and labels of shape {shapes[1]}'
+        require(shapes[0][:1] == shapes[1][:1], f'{text}; expected a label per image')
         with usable(path, _ARRAYS):
             images, labels = (arrays[f'{split}_{kind}'].read() for kind in ('images', 'labels'))
         return array_source(images, labels, class_names, name=f'{path}:{split}')

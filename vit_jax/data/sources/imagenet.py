@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import UserError, usable
+from vit_jax.base import UserError, require, usable
 from vit_jax.base.files import Limit, open_file, read_file, require_file
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
@@ -68,7 +68,9 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
     file.seek(start)
     with tarfile.open(fileobj=file, mode='r:') as tar:
         for info in tar:
-            if info.isfile():
+            is_plain = info.isfile() and not info.issparse() and info.size >= 0
+            require(is_plain or info.isdir(), f'{info.name}: not a plain file in the archive')
+            if is_plain:
                 yield _Member(info.name, info.offset_data, info.size)
 
 

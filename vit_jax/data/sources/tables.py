@@ -76,15 +76,17 @@ KIND = SourceKind(
 def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
     """Returns messages about lines that contradict other lines."""
     with_split, faults = any(row.split for row in rows), list[str]()
-    first = dict[str, _Row]()
+    first, folder = dict[str, _Row](), os.path.abspath(os.path.dirname(path))
     for row in rows:
-        where, other = f'{path}, line {row.line}', first.setdefault(os.path.normpath(row.path), row)
+        image = os.path.normpath(os.path.join(folder, row.path))
+        where, other = f'{path}, line {row.line}', first.setdefault(image, row)
         if row.multi_label != rows[0].multi_label:
             faults.append(f'{where}: mixes `label` and `labels`; expected the same on all lines')
         elif with_split and not row.split:
             faults.append(f'{where}: no `split`; expected one, because other lines have one')
-        elif not row.multi_label and row.classes != other.classes:
-            text = f'{row.path}: {row.classes[0]!r} here, {other.classes[0]!r} on line {other.line}'
+        elif row.classes != other.classes:
+            labels, others = (', '.join(each.classes) or 'none' for each in (row, other))
+            text = f'{row.path}: {labels!r} here, {others!r} on line {other.line}'
             faults.append(f'{where}: {text}; expected one label per image, or a column `labels`')
     return faults
 
@@ -155,6 +157,10 @@ def _parse_row(values: Any, line: int) -> _Row:
         raise UserError(f'{column}={values[column]!r}: expected {expected}')
     names, path = tuple(str(name).strip() for name in classes), str(values['path'] or '')
     require('' not in names and path != '', 'empty path or label')
+    for text in path, *names, str(values.get('split') or ''):
+        require(
+            '\n' not in text, f'{text!r:.80}: a line break; check for an unclosed quotation mark'
+        )
     split = str(values.get('split') or '').strip()
     return _Row(
         line=line,

@@ -234,7 +234,7 @@ def read_tfrecords(
 
 def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int, int, int]]:
     """Yields the offset of each record, and the length and stored checksum of its bytes."""
-    offset, header = 0, os.pread(file, _HEADER.size, 0)
+    offset, header, size = 0, os.pread(file, _HEADER.size, 0), os.fstat(file).st_size
     while header:
         if len(header) < _HEADER.size:
             raise UserError(f'{path}: the file ends within the record at byte {offset}')
@@ -242,7 +242,7 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int
         if checksum != masked_crc(header[:8]):
             raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
         end = offset + _HEADER.size + length
-        after = os.pread(file, 4 + _HEADER.size, end)
+        after = os.pread(file, 4 + _HEADER.size, end) if end < size else b''
         if len(after) < 4:
             raise UserError(f'{path}: the file ends within the record at byte {offset}')
         yield offset, length, int.from_bytes(after[:4], 'little')

@@ -16,7 +16,8 @@ import zipfile
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load, save, save_file
+from safetensors import safe_open
+from safetensors.numpy import save, save_file
 
 import vit_jax
 from benchmarks import fault_injection
@@ -156,7 +157,7 @@ def test_a_file_of_many_empty_pickles_does_not_hang(tmp_path):
     assert 'no tensors' in torch_pickles.describe_conversion(path)
 
 
-def test_safetensors_are_written_as_by_the_library():
+def test_safetensors_are_written_as_by_the_library(tmp_path):
     rng = np.random.default_rng(0)
     arrays = {
         'b': rng.normal(size=(3, 5)).astype(np.float32),
@@ -166,10 +167,12 @@ def test_safetensors_are_written_as_by_the_library():
         'scalar': np.float32(3),
         'empty': np.zeros((0, 2), np.float32),
     }
-    array_files.write_safetensors(file := io.BytesIO(), arrays, {'key': 'value'})
-    read = load(file.getvalue())
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(read[name], array)
+    with (tmp_path / 'x.safetensors').open('wb') as file:
+        array_files.write_safetensors(file, arrays, {'key': 'value'})
+    with safe_open(tmp_path / 'x.safetensors', 'numpy') as read:
+        assert read.metadata() == {'format': 'pt', 'key': 'value'}
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(read.get_tensor(name), array)
     one = {'a': arrays['b']}  # with several keys, the library's order of metadata varies
     array_files.write_safetensors(file := io.BytesIO(), one, {})
     assert file.getvalue() == save(one, {'format': 'pt'})

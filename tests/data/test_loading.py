@@ -94,10 +94,11 @@ def test_classes_are_as_frequent_as_configured_and_their_images_take_turns(balan
 
 
 def test_classes_of_one_size_have_orders_of_their_own():
-    sampler = loading.balanced_sampler(np.repeat([0, 1], 40), balance=1.0, seed=3)
-    indices = np.array([sampler(position).index for position in range(80)])
-    first, second = indices[indices < 40], indices[indices >= 40] - 40
-    assert sorted(first) == sorted(second) and list(first) != list(second)
+    """An epoch uses 30 of the 40 images of each of two classes."""
+    sampler = loading.balanced_sampler(np.repeat([0, 1, 2], [10, 40, 40]), balance=1.0, seed=3)
+    indices = np.array([sampler(position).index for position in range(90)])
+    one, other = ({*indices[(indices >= n) & (indices < n + 40)] - n} for n in (10, 50))
+    assert len(one) == len(other) == 30 and one != other
 
 
 @pytest.mark.parametrize('kind', [{'multi_label': True}, {'class_names': ()}])

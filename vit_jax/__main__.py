@@ -1,5 +1,6 @@
 """Lists the programs, or runs one: python -m vit_jax PROGRAM ..."""
 
+import os
 import pathlib
 import re
 import runpy
@@ -49,11 +50,15 @@ def main() -> None:
 def _list_programs() -> None:
     if hasattr(signal, 'SIGPIPE'):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes stdout early
-    print('usage: vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ... (--help for its flags)\n')
-    for name, text in find_programs().items():
-        print(f'  {name:<14}{text}')
+    usage = 'usage: vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ... (--help for its flags)\n'
+    lines = [usage, *(f'  {name:<14}{text}' for name, text in find_programs().items())]
     if (page := find_documentation()) is not None:
-        print(f'\nDocumentation: {page}')
+        lines.append(f'\nDocumentation: {page}')
+    try:
+        print('\n'.join(lines), flush=True)
+    except OSError as error:  # such as a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(f'error: stdout: {error.strerror}')
 
 
 if __name__ == '__main__':

@@ -245,6 +245,12 @@ def test_an_orientation_that_is_damaged_or_none_turns_nothing(stored):
     np.testing.assert_array_equal(decoded(stored), decoded(stored, exif_rotation=False))
 
 
+def test_a_png_of_very_many_chunks_is_rejected():
+    stored = with_chunks(*[(b'teSt', b'')] * image_decoding.Limit.PNG_CHUNKS)
+    with pytest.raises(UserError, match='262,144 chunks'):
+        decoded(stored)
+
+
 @pytest.mark.parametrize('orientation', range(1, 9))
 def test_a_16_bit_tiff_is_turned_as_one_of_8_bits(orientation):
     gray = PHOTO[..., 0]

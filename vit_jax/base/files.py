@@ -59,6 +59,7 @@ class Limit(enum.IntEnum):
     IMAGE_BYTES = 2**30
     IMAGE_PIXELS = 2**28  # the default: 0.8 GB as RGB. Phone cameras have up to 200 megapixels
     IMAGE_PIXELS_BY_USER = 2**30  # the largest limit that a user may set
+    PNG_CHUNKS = 2**18  # pixels are usually split into chunks of 8 kB or more
     METADATA_BYTES = 2**24  # of a text in a PNG after decompression; longer ones are not read
     JSON_BYTES = 2**26  # an index of shards of a model has 0.1 MB, labels of ImageNet have 1 MB
     TABLE_BYTES = 2**32  # a line of a table has about 60 bytes

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import io
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -280,7 +281,10 @@ def _png_chunks(stored: bytes) -> Iterator[tuple[bytes, int, int]]:
     Ignores what follows the last chunk, IEND.
     """
     start = len(_PNG_START)
-    while start < len(stored):
+    for number in itertools.count():
+        if start >= len(stored):
+            break
+        require(number < Limit.PNG_CHUNKS, f'a PNG of more than {Limit.PNG_CHUNKS:,} chunks')
         end = start + 12 + int.from_bytes(stored[start : start + 4], 'big')
         kind = stored[start + 4 : start + 8]
         yield kind, start, end

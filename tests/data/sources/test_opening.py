@@ -107,6 +107,11 @@ def test_data_and_splits_that_do_not_exist_are_named(data, split, name):
         ('1', '1.0'),
         ('true', '1'),
         ('\uff11', '1'),
+        ('.5', '0.50'),
+        ('\u00bd', '1/2'),
+        ('1e3', '1000'),
+        ('cat', 'cat\ufe0f'),
+        ('cat', '\u3164cat'),
     ],
 )
 def test_classes_whose_names_look_alike_are_named(names, root, tmp_path, caplog):

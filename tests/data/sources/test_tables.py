@@ -97,6 +97,11 @@ FAULTS = {  # the wrong lines of each table, by their numbers
         [2, 3],
     ),
     'quotes.csv': ('path,label\na,cat\n"b,cat\nc,cat\nd",dog', [5]),
+    'types.jsonl': (
+        '{"path": "a", "label": "b", "split": 0}\n{"path": ["b"], "label": "b", "split": 1}\n'
+        '{"path": true, "label": "b", "split": 1}\n{"path": "c", "label": "b", "split": 1}',
+        [2, 3],
+    ),
     'multi.jsonl': (
         '{"path": "a", "labels": ["b"]}\n{"path": "a", "labels": ["c"]}',
         [2],

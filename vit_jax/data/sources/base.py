@@ -5,6 +5,7 @@ labels with the labels of a JSON file (ReaL, Beyer et al. 2020) or with class nu
 """
 
 import collections
+import contextlib
 import dataclasses
 import fractions
 import functools
@@ -251,6 +252,11 @@ def canonicalize_name(name: str) -> str:
     return ' '.join(unicodedata.normalize('NFKC', name).casefold().split())
 
 
+# Invisible letters that Unicode does not count as format characters: joiners, fillers, selectors.
+_INVISIBLE = {'\u034f', '\u115f', '\u1160', '\u2800', '\u3164', '\uffa0', '\0'}
+_INVISIBLE |= {chr(code) for code in range(0xFE00, 0xFE10)}
+
+
 def warn_of_similar_classes(class_names: Sequence[str], data: str) -> None:
     """Logs a warning if the names of classes look alike, such as `cat` and `Cat`."""
     groups = dict[str, list[str]]()
@@ -265,10 +271,13 @@ def warn_of_similar_classes(class_names: Sequence[str], data: str) -> None:
 
 def normalize_look(name: str) -> str:
     """Normalizes what a reader may overlook in a name: case, invisible letters, `01`, `true`."""
-    text = ''.join(c for c in canonicalize_name(name) if unicodedata.category(c) != 'Cf')
+    letters = canonicalize_name(name).replace('\u2044', '/')  # NFKC spells one half as 1\u20442
+    text = ''.join(c for c in letters if unicodedata.category(c) != 'Cf' and c not in _INVISIBLE)
     text = {'true': '1', 'false': '0'}.get(text, text)
-    is_number = _NUMBER.fullmatch(text) and len(text) < 1000  # Python limits the digits of an int
-    return str(fractions.Fraction(text)) if is_number else text
+    if re.fullmatch(r'[+-]?[\d._/]{1,99}(e[+-]?\d)?', text):
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            return str(fractions.Fraction(text))
+    return text
 
 
 def match_names(names: Iterable[str], known: Sequence[str]) -> dict[str, str]:

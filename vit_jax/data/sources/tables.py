@@ -155,13 +155,15 @@ def _parse_row(values: Any, line: int) -> _Row:
     classes = values['labels'] if column == 'labels' else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(name, str | int) for name in classes):
         raise UserError(f'{column}={values[column]!r}: expected {expected}')
-    names, path = tuple(str(name).strip() for name in classes), str(values['path'] or '')
+    path = values['path'] or ''
+    require(isinstance(path, str), f'path={path!r}: expected a text')
+    split = '' if values.get('split') is None else str(values['split']).strip()
+    names = tuple(str(name).strip() for name in classes)
     require('' not in names and path != '', 'empty path or label')
-    for text in path, *names, str(values.get('split') or ''):
+    for text in path, *names, split:
         require(
             '\n' not in text, f'{text!r:.80}: a line break; check for an unclosed quotation mark'
         )
-    split = str(values.get('split') or '').strip()
     return _Row(
         line=line,
         path=path,

@@ -163,7 +163,7 @@ def _to_gray(stored: bytes) -> UInt8[np.ndarray, 'h w']:
     require(channels.dtype == np.uint8 and channels.shape[2:] == (4,), right)
     values = channels.view('<f4')[..., 0]
     low, high = values.min(), values.max()
-    require(0 <= low and high <= 1, f'float32 pixels from {low:g} to {high:g}; expected 0 to 1')
+    require(0 <= low and high <= 1, f'float32 pixels from {low} to {high}; expected 0 to 1')
     return np.rint(255 * values).astype(np.uint8)
 
 

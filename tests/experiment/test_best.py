@@ -51,7 +51,7 @@ def whole(tmp_path_factory):
     'ticks',
     [
         pytest.param((16,), marks=pytest.mark.gate),  # in the third evaluation
-        pytest.param((16, 20), marks=pytest.mark.nightly),  # and at a later step
+        pytest.param((16, 13), marks=pytest.mark.nightly),  # and at a later step
     ],
 )
 def test_a_killed_run_without_improvement_ends_like_an_uninterrupted_one(whole, ticks, tmp_path):

@@ -38,7 +38,7 @@ def _is_program() -> bool:
     """Returns whether this process was started as `python -m vit_jax.PROGRAM` or as `vit_jax`."""
     if sys.argv[:1] != ['-m']:  # Python's placeholder while it looks for the module
         return os.path.basename((sys.argv or [''])[0]) == 'vit_jax'
-    return re.match(r'vit_jax(\.|$)', sys.orig_argv[sys.orig_argv.index('-m') + 1]) is not None
+    return any(re.fullmatch(r'(-\w*m)?vit_jax(\.\w+)?', word) for word in sys.orig_argv)
 
 
 # `cli.app.run` and `Job` install other handlers. In the background, a shell ignores the signal.

@@ -150,8 +150,8 @@ def test_another_host_and_a_connection_without_encryption_are_announced(server, 
     (warning,) = caplog.messages
     assert f'{server.url}{FILE}' in warning and 'without encryption' in warning
     caplog.clear()
-    elsewhere = f'http://localhost:{server.server_port}{FILE}?token=secret'
-    server.answers['/moved.npz'] = web.Answer(b'', {'Location': elsewhere}, 302)
+    other_host = f'http://localhost:{server.server_port}{FILE}?token=secret'
+    server.answers['/moved.npz'] = web.Answer(b'', {'Location': other_host}, 302)
     assert read(f'{server.url}/moved.npz') == DATA
     assert 'localhost' in caplog.messages[0] and len(caplog.messages) == 2
     assert 'secret' not in caplog.text

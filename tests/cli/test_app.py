@@ -107,6 +107,12 @@ def test_an_interrupt_during_the_imports_is_one_line(tmp_path):
     assert (process.returncode, errors) == (130, 'error: interrupted\n')
 
 
+@pytest.mark.parametrize('words', [['-m', 'vit_jax'], ['-mvit_jax'], ['-um', 'vit_jax']])
+def test_a_program_is_started_with_any_flags_of_python(words):
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith('usage:'), done.stderr
+
+
 def with_config():
     parser = app.new_parser('name', 'What it does.')
     app.add_config_flags(parser)

@@ -58,7 +58,7 @@ IMPORTS = {
 
 
 def test_a_misspelled_field_gets_a_suggestion(tmp_path):
-    """In a process of its own: the tests check types, which changes Python's message."""
+    """In a separate process: the tests check types, which changes Python's message."""
     begin = 'from vit_jax.config import TrainConfig; from vit_jax.models import ViTConfig\n'
     (file := tmp_path / 'own.py').write_text(f'{begin}c = TrainConfig(model=ViTConfig(dept=2))')
     code = f'from vit_jax.cli.config_files import read_config_file as read; read({str(file)!r})'

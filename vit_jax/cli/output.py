@@ -99,7 +99,7 @@ def _configure_logging() -> None:
 
 
 def _print_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Prints an exception of a thread, except those of tensorstore after a write has failed."""
+    """Prints an uncaught exception; ignores tensorstore's exceptions after a failed write."""
     if not (kind is RuntimeError and str(error) == 'Event loop is closed'):
         sys.__excepthook__(kind, error, trace)
 

@@ -258,7 +258,7 @@ def _parse_profile(text: bytes) -> bytes:
 
 
 def _find_in_metadata(metadata: bytes) -> int | None:
-    """Returns the orientation in EXIF or XMP, None if there is none."""
+    """Returns the orientation that EXIF or XMP states, or None."""
     if metadata.startswith((b'Exif\0', *_TIFF_STARTS)):
         (exif := _pillow().Exif()).load(metadata)
         return _parse_orientation(exif.get(_ORIENTATION))

@@ -258,7 +258,7 @@ _INVISIBLE |= {chr(code) for code in range(0xFE00, 0xFE10)}
 
 
 def warn_of_similar_classes(class_names: Sequence[str], data: str) -> None:
-    """Logs a warning if the names of classes look alike, such as `cat` and `Cat`."""
+    """Logs a warning if classes have similar names, such as `cat` and `Cat`."""
     groups = dict[str, list[str]]()
     for name in dict.fromkeys(class_names):
         groups.setdefault(normalize_look(name), []).append(name)
@@ -266,7 +266,7 @@ def warn_of_similar_classes(class_names: Sequence[str], data: str) -> None:
     if pairs:
         names = ' and '.join(map(ascii, pairs[0]))
         more = f' ({len(pairs) - 1:,} more such classes)' if len(pairs) > 1 else ''
-        warn_once(f'{data}: {names} are different classes, but their names look alike{more}')
+        warn_once(f'{data}: {names} are different classes with similar names{more}')
 
 
 def normalize_look(name: str) -> str:

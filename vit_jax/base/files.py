@@ -131,7 +131,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def is_special(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is a pipe, a terminal, a device or a link to an open file."""
+    """Returns whether a path is a pipe, a terminal, a device, or a descriptor such as /dev/fd/1."""
     is_other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
     return is_other or _find_descriptor(path) is not None
 
@@ -192,7 +192,7 @@ def _partial_prefix(target: str) -> str:
 
 
 def _remove_abandoned(target: str) -> None:
-    """Removes partial files of this target that no process has locked: their writers were killed.
+    """Removes unlocked partial files of this target, which killed writers left behind.
 
     Removes none on file systems without locks, where the writers may be running.
     """

@@ -152,7 +152,7 @@ def _describe(error: BaseException, frame: types.FrameType | None) -> str:
 
 
 def _suggest(name: str | None, known: Iterable[str]) -> str:
-    """Returns `; did you mean NAME?` with the most similar public name, or an empty string."""
+    """Returns a suffix for a message that suggests a similar public name, or an empty string."""
     names = [each for each in known if not each.startswith('_')]
     close = difflib.get_close_matches(name or '', names, n=1)
     return f'; did you mean {close[0]!r}?' if close else ''

@@ -140,8 +140,10 @@ def warn_of_short_average(ema_decay: float | None, total_steps: int) -> None:
     enough = _MAX_INITIAL_SHARE ** (1 / total_steps) * (1 - 1e-9)
     digits = 1 + math.ceil(-math.log10(1 - enough))
     better = math.floor(enough * 10**digits) / 10**digits
-    text = f'config.ema_decay={ema_decay}: after {plural(total_steps, "step")}, initial parameters'
-    text += f' still make up {share:.1%} of the average that is evaluated and saved'
+    text = (
+        f'config.ema_decay={ema_decay} is too high for {plural(total_steps, "step")}: the average'
+    )
+    text += f' that is evaluated and saved would consist of {share:.1%} initial parameters'
     logging.warning('%s; set --config.ema_decay=%g or none', text, better)
 
 
@@ -279,7 +281,7 @@ def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) ->
 
 @contextlib.contextmanager
 def list_changes_of_arrays(changes: Sequence[str]) -> Iterator[None]:
-    """Lists the accepted changes of fields on which arrays depend, if the arrays do not fit."""
+    """Adds to a WrongLeaves error the configuration changes that may have caused it."""
     try:
         yield
     except tree_names.WrongLeaves as error:

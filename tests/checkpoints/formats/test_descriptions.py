@@ -47,7 +47,7 @@ WRONG = {
         ({'quantization_config': {'bits': 4}}, 'quantization_config'),
         ({'model_type': None}, 'model_type'),
         ({'qkv_bias': False}, 'key.bias'),
-        ({'id2label': {'10': 'a'}}, 'id2label.*10.* unexpected'),
+        ({'id2label': {'10': 'a'}}, 'id2label: unexpected key .10'),
         ({'id2label': {'3': None}}, 'id2label.*None.*3'),
     ],
     ('hf', PROCESSOR): [

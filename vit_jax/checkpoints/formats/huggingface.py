@@ -347,7 +347,8 @@ def _class_names(described: JsonObject, count: int | None) -> tuple[str, ...]:
     keys = [*map(str, range(count or 0))] if labels else []
     for key in sorted({*labels} ^ {*keys})[:1]:
         state = 'unexpected' if key in labels else 'missing'
-        raise UserError(f'id2label: the key {key!r} is {state}; expected "0" to "{len(keys) - 1}"')
+        last = len(keys) - 1
+        raise UserError(f"id2label: {state} key {key!r}; the keys must be '0' to '{last}'")
     for key, name in labels.items():
         is_name = isinstance(name, str | int) and not isinstance(name, bool)
         require(is_name, f'id2label: got {name!r} for {key!r}; expected the name of a class')

@@ -270,7 +270,7 @@ def warn_of_similar_classes(class_names: Sequence[str], data: str) -> None:
 
 
 def normalize_look(name: str) -> str:
-    """Normalizes what a reader may overlook in a name: case, invisible letters, `01`, `true`."""
+    """Normalizes differences that a reader may overlook, such as case, and `01` instead of `1`."""
     letters = canonicalize_name(name).replace('\u2044', '/')  # NFKC spells one half as 1\u20442
     text = ''.join(c for c in letters if unicodedata.category(c) != 'Cf' and c not in _INVISIBLE)
     text = {'true': '1', 'false': '0'}.get(text, text)

@@ -160,10 +160,9 @@ def _parse_row(values: Any, line: int) -> _Row:
     split = '' if values.get('split') is None else str(values['split']).strip()
     names = tuple(str(name).strip() for name in classes)
     require('' not in names and path != '', 'empty path or label')
+    advice = 'check for an unclosed quotation mark'
     for text in path, *names, split:
-        require(
-            '\n' not in text, f'{text!r:.80}: a line break; check for an unclosed quotation mark'
-        )
+        require('\n' not in text, f'{text!r:.80} contains a line break; {advice}')
     return _Row(
         line=line,
         path=path,

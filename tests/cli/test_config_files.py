@@ -100,6 +100,7 @@ def get_config(size=None):
         ('setattr(c, "batch_size", "3") or c', '', "config.batch_size='3'"),
         ('3', '', 'TrainConfig'),
         ('3\ndel get_config', '', 'get_config'),
+        ('3\nget_confg = get_config\ndel get_config', '', 'get_confg'),
         ('3\nget_config = lambda: 3', ':B/16', 'argument'),
         ('3\ndef get_config(size): return 3', '', 'B/16, L/16'),
         ('{}[size]', ':B/17', "'B/17'.*'B/16'"),

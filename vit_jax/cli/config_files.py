@@ -32,7 +32,9 @@ def read_config_file(given: str, kind: type[Any] = TrainConfig) -> Any:
         return _read_json(file, kind)
     with _locate_errors(f'--config={path}', file):
         module = _execute(file)
-        require(callable(getattr(module, 'get_config', None)), 'expected a function get_config()')
+        functions = [name for name, value in vars(module).items() if inspect.isroutine(value)]
+        missing = f'expected a function get_config(); found: {", ".join(functions) or "none"}'
+        require(callable(getattr(module, 'get_config', None)), missing)
         config = _call(module, argument)
         text = f'get_config() returned {type(config).__name__}; expected {kind.__name__}'
         require(isinstance(config, kind), text)
@@ -43,7 +45,8 @@ def load_function(given: str) -> Any:
     """Loads the function of `FILE.py:FUNCTION`. Raises UserError if it does not exist."""
     path, _, name = given.rpartition(':')
     file = pathlib.Path(path)
-    require(file.is_file(), f'--head={given}: no such file; expected FILE.py:FUNCTION')
+    is_python = file.is_file() and file.suffix == '.py'
+    require(is_python, f'--head={given}: no such Python file; expected FILE.py:FUNCTION')
     with _locate_errors(f'--head={path}', file):
         values = vars(_execute(file))
     functions = [name for name, value in values.items() if callable(value)]

@@ -370,8 +370,11 @@ def test_formats_are_told_apart_by_content_not_by_name(tmp_path):
 def test_the_card_of_a_file_of_ours_counts_whatever_stands_next_to_it(tmp_path):
     network = loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE)
     vit_jax.save(network, tmp_path)
+    assert 'edited' not in str(vit_jax.load(tmp_path).report)
     (tmp_path / 'config.json').write_text('{"num_attention_heads": 4}')
-    assert vit_jax.load(tmp_path) == network
+    opened = vit_jax.load(tmp_path)
+    assert opened == network
+    assert 'config.json: num_attention_heads: edited' in str(opened.report)
     with pytest.raises(UserError, match='num_heads'):
         vit_jax.load(tmp_path, num_heads=4)
 

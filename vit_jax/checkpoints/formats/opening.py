@@ -191,14 +191,33 @@ def _parse(
 
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
-    """Parses the card in a safetensors file that vit_jax wrote; ignores JSON files next to it."""
+    """Parses the card in a safetensors file of vit_jax, not the JSON files next to it."""
     card = records.from_dict(Card, json.loads(contents.metadata[CARD]), where='card')
     usual = form.usual_layout(card.model)
     stored = json.loads(contents.metadata.get(LAYOUT, '{}'))
     layout = records.from_dict(type(usual), vars(usual) | stored, where='layout')
+    edited = _find_edits(form.descriptions(card.model, card, layout), contents.descriptions)
+    remarks = [f'{name}: edited; ignored, because the weights contain a card' for name in edited]
     return ParsedCheckpoint(
-        card.model, layout, card.preprocessing, card.class_names, loss=card.loss
+        card.model,
+        layout,
+        card.preprocessing,
+        card.class_names,
+        loss=card.loss,
+        remarks=tuple(remarks),
     )
+
+
+def _find_edits(
+    written: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Names the keys of JSON files whose values differ from those that vit_jax wrote."""
+    return [
+        f'{file}: {key}'
+        for file, values in written.items()
+        for key, value in json.loads(json.dumps(values)).items()
+        if found.get(file, {}).get(key, value) != value
+    ]
 
 
 def match_arrays(

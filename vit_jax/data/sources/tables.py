@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import UserError, raise_all, require, usable
+from vit_jax.base import UserError, plural, raise_all, require, usable
 from vit_jax.base.files import Limit, parse_json, read_text
 from vit_jax.data.sources.base import (
     Source,
@@ -27,6 +27,7 @@ from vit_jax.data.sources.base import (
     multi_hot,
     shuffle_once,
     sort_class_names,
+    warn_once,
 )
 from vit_jax.data.sources.folders import SPLIT_NAMES
 
@@ -54,6 +55,7 @@ def open_splits(path: str) -> Splits:
             faults.append(f'{path}, line {line}: {error}')
     raise_all(faults + _contradictions(rows, path))
     require(bool(rows), f'{path}: empty; expected a table of images')
+    _warn_of_traps(rows, path)
     class_names = sort_class_names({name for row in rows for name in row.classes})
     number_of = {name: number for number, name in enumerate(class_names)}
     splits = sorted({row.split for row in rows})
@@ -76,10 +78,9 @@ KIND = SourceKind(
 def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
     """Returns messages about lines that contradict other lines."""
     with_split, faults = any(row.split for row in rows), list[str]()
-    first, folder = dict[str, _Row](), os.path.abspath(os.path.dirname(path))
+    first = dict[str, _Row]()
     for row in rows:
-        image = os.path.normpath(os.path.join(folder, row.path))
-        where, other = f'{path}, line {row.line}', first.setdefault(image, row)
+        where, other = f'{path}, line {row.line}', first.setdefault(_locate(row, path), row)
         if row.multi_label != rows[0].multi_label:
             faults.append(f'{where}: mixes `label` and `labels`; expected the same on all lines')
         elif with_split and not row.split:
@@ -89,6 +90,27 @@ def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
             text = f'{row.path}: {labels!r} here, {others!r} on line {other.line}'
             faults.append(f'{where}: {text}; expected one label per image, or a column `labels`')
     return faults
+
+
+def _warn_of_traps(rows: Sequence[_Row], path: str) -> None:
+    """Logs warnings of what is valid but rarely intended."""
+    first = dict[str, _Row]()
+    pairs = [(first.setdefault(_locate(row, path), row), row) for row in rows]
+    pairs = [(first_row, row) for first_row, row in pairs if first_row.split != row.split]
+    if pairs:
+        other, row = pairs[0]
+        splits = f'{other.split} (line {other.line}) and {row.split} (line {row.line})'
+        count = plural(len(pairs), 'image')
+        warn_once(f'{path}: {count} in more than one split, such as {row.path} in {splits}')
+    joined = [row for row in rows if row.multi_label and ',' in ''.join(row.classes)]
+    if path.lower().endswith('.csv') and joined and all(len(row.classes) < 2 for row in rows):
+        where, name = f'{path}, line {joined[0].line}', joined[0].classes[0]
+        warn_once(f'{where}: {name!r} is one class; separate several labels by semicolons')
+
+
+def _locate(row: _Row, path: str) -> str:
+    """Returns the path of an image without detours, such as `a/../b`."""
+    return os.path.normpath(os.path.join(os.path.abspath(os.path.dirname(path)), row.path))
 
 
 _COLUMNS = 'path', 'label', 'labels', 'split'  # other columns are ignored
@@ -112,6 +134,10 @@ def _read_csv(text: str) -> Iterator[_Line]:
             )
         for cells in reader:
             surplus = cells.pop(None, ())
+            is_header = [*cells] == [str(text).strip().casefold() for text in cells.values()]
+            if is_header:
+                yield reader.line_num, UserError('repeats the names of the columns; remove it')
+                continue
             values: dict[str, Any] = {name: v for name, v in cells.items() if v is not None}
             if 'labels' in values:
                 values['labels'] = [*filter(None, map(str.strip, values['labels'].split(';')))]

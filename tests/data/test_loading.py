@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import itertools
+import types
 
 import chex
 import cv2
@@ -244,3 +245,16 @@ def test_a_value_that_makes_no_sense_is_named(name):
     with pytest.raises(UserError, match=name):
         reader = loading.ImageReader(SOURCE, RandomCrop(), (6, 6), exif_rotation=True)
         loading.make_loader(reader, loading.LoaderConfig(**{name: SENSELESS[name]}))
+
+
+@pytest.mark.parametrize(
+    'backend, steps, bytes_per_row', [('gpu', 1, 2 * 24), ('cpu', 1, 6 * 24), ('cpu', 4, 3 * 24)]
+)
+def test_a_batch_needs_no_more_than_the_memory(monkeypatch, backend, steps, bytes_per_row):
+    """Of images with 24 bytes: two of each, and on a CPU one of each part as float32."""
+    monkeypatch.setattr(jax, 'default_backend', lambda: backend)
+    memory = types.SimpleNamespace(total=10 * bytes_per_row)
+    monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)
+    loading.check_memory(10, (2, 4), 'config.batch_size', steps)
+    with pytest.raises(UserError, match='config.batch_size=11'):
+        loading.check_memory(11, (2, 4), 'config.batch_size', steps)

@@ -178,8 +178,9 @@ def test_the_mean_of_average_precisions_is_over_classes_with_images():
         return sum_examples({}, batch['mask'], {'logits': targets, 'targets': targets})
 
     reader = reader_of(SOURCE)
-    found = make_evaluator(perfect, batches_on_all_devices(reader, 8)).evaluate({}, reader)
-    assert found.means == {'mean_average_precision': 1.0}
+    made = make_evaluator(perfect, batches_on_all_devices(reader, 8))
+    assert made.evaluate({}, reader).means == {'mean_average_precision': 1.0}
+    assert made.list_metrics({}, reader) == ['mean_average_precision']
 
 
 def test_average_precision_is_the_mean_precision_at_each_hit():

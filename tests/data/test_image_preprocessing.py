@@ -193,6 +193,11 @@ TURNED = {  # every place and type that can hold the orientation 6
     'png, last': with_chunks((b'eXIf', exif_of(prefix=b'')), last=True),
     'png, tEXt': with_chunks((b'tEXt', b'\0'.join(raw_profile('exif', exif_of())))),
     'png, APP1': with_chunks((b'tEXt', b'\0'.join(raw_profile('APP1', exif_of())))),
+    'png, raw XMP': with_chunks((b'tEXt', b'\0'.join(raw_profile('xmp', ATTRIBUTE)))),
+    'png, EXIF and not XMP': with_chunks(
+        (b'iTXt', KEYWORD + bytes(4) + ATTRIBUTE.replace(b'6', b'3')),
+        (b'eXIf', exif_of(prefix=b'')),
+    ),
     'png, XMP': with_chunks((b'iTXt', KEYWORD + bytes(4) + ATTRIBUTE)),
     'png, compressed XMP': with_chunks(
         (b'iTXt', KEYWORD + b'\1\0\0\0' + zlib.compress(ELEMENT)), last=True

@@ -103,6 +103,9 @@ def test_gradients_are_those_of_the_mean_loss():
         float(optax.tree.norm(gradient)), rel=1e-5
     )
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+    assert metrics.scalars['parameter_norm'] == pytest.approx(
+        float(optax.tree.norm(moved)), rel=1e-6
+    )
     chex.assert_trees_all_close(state.params, moved, rtol=1e-7, atol=1e-6)
 
 
@@ -133,6 +136,8 @@ def test_an_update_that_is_not_finite_changes_the_number_of_the_step_alone(poiso
     np.testing.assert_allclose(state.ema_params['w'], 0.75 + 0.25 * state.params['w'])
     after, metrics = update(state, bad)
     assert metrics.scalars['skipped'] == 1 and after.step == state.step + 1
+    norms = metrics.scalars['parameter_norm'], optax.tree.norm(state.params)
+    np.testing.assert_allclose(*norms, rtol=1e-6)  # of the parameters that stay
     chex.assert_trees_all_equal(after._replace(step=state.step), state)
     once_more, metrics = update(after, good)
     assert metrics.scalars['skipped'] == 0

@@ -220,7 +220,7 @@ def read_orientation(image: 'bytes | PillowImage') -> int:
 def _find_in_pillow(image: 'PillowImage') -> int:
     if (orientation := _parse_orientation(image.getexif().get(_ORIENTATION))) is not None:
         return orientation
-    for keyword in 'XML:com.adobe.xmp', 'xmp', 'Raw profile type APP1', 'Raw profile type xmp':
+    for keyword in 'xmp', 'Raw profile type APP1', 'Raw profile type xmp':
         text = image.info.get(keyword, b'')
         text = text.encode() if isinstance(text, str) else text
         text = _parse_profile(text) if keyword.startswith('Raw') and text else text

@@ -178,6 +178,10 @@ TURNED = {  # every place and type that can hold the orientation 6
     'jpeg, BYTE': with_segments(exif_of('B')),
     'jpeg, LONG': with_segments(exif_of('I')),
     'jpeg, ASCII': with_segments(exif_of('s')),
+    'jpeg, two values': with_segments(exif_of().replace(b'\3\0\1\0', b'\3\0\2\0')),
+    'jpeg, EXIF of 0': with_segments(
+        exif_of().replace(b'\1\0\0\0\6', b'\1\0\0\0\0'), XMP + ELEMENT
+    ),
     'jpeg, behind 120 kB': with_segments(*[(0xE2, bytes(60_000))] * 2, exif_of()),
     'jpeg, behind XMP': with_segments(XMP + xmp_of(b'>'), exif_of()),
     'jpeg, behind a comment': with_segments((0xFE, b'comment'), exif_of()),

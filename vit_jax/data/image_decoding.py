@@ -267,8 +267,8 @@ def _find_in_metadata(metadata: bytes) -> int | None:
 
 
 def _parse_orientation(value: Any) -> int | None:
-    """Parses the value of the tag, which some programs write with another type or repeat."""
-    value = value[0] if isinstance(value, tuple | bytes) and value else value
+    """Parses the value of the tag, which some programs write with another type."""
+    value = value[0] if isinstance(value, bytes) and value else value
     with contextlib.suppress(TypeError, ValueError):
         number = int(value)
         return number if number == float(value) and 1 <= number <= 8 else None

@@ -3,6 +3,7 @@
 import os
 import re
 import threading
+import types
 from concurrent import futures
 
 import chex
@@ -179,6 +180,17 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
             store.write_standalone(tmp_path / 'a', PARAMS, CARD)
         assert str(raised.value).startswith(f'{tmp_path}/a: cannot be written: ')
         assert '\n' not in str(raised.value) and sorted(tmp_path.rglob('*')) == before
+
+
+def test_a_checkpoint_needs_as_many_bytes_as_its_arrays_have(tmp_path, monkeypatch):
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(PARAMS))
+    disk = types.SimpleNamespace(free=needed)
+    monkeypatch.setattr(store.shutil, 'disk_usage', lambda path: disk)
+    store.write_standalone(tmp_path / 'a', PARAMS, CARD)
+    disk.free = needed - 1
+    with pytest.raises(StorageError, match=f'{needed:,} bytes'):
+        store.write_standalone(tmp_path / 'b', PARAMS, CARD)
+    assert [path.name for path in tmp_path.iterdir()] == ['a']
 
 
 def test_a_run_that_was_replaced_completes_no_checkpoint(saved):

@@ -86,7 +86,7 @@ def test_the_best_step_is_named_with_the_split_that_selected_it(tmp_path):
 
 def test_a_run_without_numbers_has_a_page(tmp_path):
     folder = run_of(tmp_path / 'run', lines=[])
-    assert cells(page_of(tmp_path, folder))[1] == 'run | incomplete at step 0 | 0:01:47'
+    assert cells(page_of(tmp_path, folder))[1] == 'run | incomplete at step 20 | 0:01:47'
 
 
 def test_numbers_alone_have_a_page(tmp_path):
@@ -104,6 +104,19 @@ def test_numbers_are_by_kind_name_and_step(tmp_path):
     assert [*by_step] == [10, 20, 30]
     np.testing.assert_array_equal([*by_step.values()], [2.0, 1.5, np.nan])
     assert 'skipped/loss' not in run.numbers
+
+
+def test_a_page_replaces_no_other_file(tmp_path):
+    run = run_of(tmp_path / 'run')
+    before = (tmp_path / 'run/metrics.jsonl').read_text()
+    with pytest.raises(UserError, match='metrics.jsonl: expected FILE.html'):
+        report.main(argparse.Namespace(workdirs=[run], out=f'{run}/metrics.jsonl'))
+    assert (tmp_path / 'run/metrics.jsonl').read_text() == before
+
+
+def test_a_run_is_at_the_last_step_that_any_of_its_files_names(tmp_path):
+    run = run_of(tmp_path / 'run', lines=LINES[:1])
+    assert f'{run}, incomplete at step 20' in page_of(tmp_path, run)
 
 
 def test_a_folder_that_is_no_work_directory_is_rejected_by_name(tmp_path):

@@ -42,7 +42,7 @@ from vit_jax.checkpoints.remote import redact
 from vit_jax.cli import app, output
 from vit_jax.data.image_decoding import decode
 from vit_jax.data.sources.base import Source, renumber_classes
-from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener
+from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener, require_outside
 from vit_jax.evaluation import head, imagenet_suite
 from vit_jax.evaluation.head import HeadReport, Prediction
 from vit_jax.figures import bitmaps
@@ -79,6 +79,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         wrong = f'--{"".join(unused[:1])}: not used with --suite; leave it out'
         require(not unused, wrong)
     for folder in filter(None, (out, mistakes)):
+        require_outside(folder, arguments.data)
         make_folder(folder)
     written = [SUITE] if arguments.suite else [NUMBERS, MATRIX, PICTURE, RELIABILITY]
     folders = (out, written), (mistakes, [MISTAKES, SHEET])

@@ -24,7 +24,7 @@ from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import ImageInfo, SplitReport
 from vit_jax.data.sources.base import Source, split_names
-from vit_jax.data.sources.opening import Opener, make_opener, open_splits
+from vit_jax.data.sources.opening import Opener, make_opener, open_splits, require_outside
 from vit_jax.experiment.build import check_labels, make_readers, open_start, resolve_preprocessing
 from vit_jax.figures import bitmaps
 from vit_jax.training.duration import make_train_length
@@ -55,6 +55,7 @@ class Problems(list[str]):
 def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints a summary and draws images. Returns 1 if there are problems."""
     config, folder = arguments.config, storage.resolve_folder(arguments.workdir)
+    require_outside(arguments.workdir, config.data)
     make_folder(folder)
     opener, problems = make_opener(config.held_out), Problems()
     train, tests = _open_parts(config, opener, problems)

@@ -14,7 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from vit_jax.base import UserError, records, write_text
+from vit_jax.base import UserError, records, require, write_text
+from vit_jax.base.files import is_special
 from vit_jax.cli import app
 from vit_jax.experiment import reporter
 from vit_jax.figures import page
@@ -50,7 +51,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Writes the report."""
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
-    path, runs = pathlib.Path(arguments.out), history.read_histories(arguments.workdirs)
+    path = pathlib.Path(arguments.out)
+    is_page = path.suffix.lower() in ('.html', '.htm') or is_special(path)
+    require(is_page, f'--out={path}: expected FILE.html')
+    runs = history.read_histories(arguments.workdirs)
     sections = [_results(runs), *_curves(runs), _skipped(runs), _time(runs)]
     if any(run.changes for run in runs):
         sections.append(_changes(runs))
@@ -64,10 +68,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _state(run: History) -> str:
     """Describes the progress of a run, such as `complete at step 300`."""
-    step = max((line['step'] for line in run.lines), default=0)
     ended = run.event in ('complete', 'stopped', 'diverged')
     state = run.event if ended or not run.event else 'incomplete'  # empty without an event log
-    return f'{state} at step {step:,}'.strip()
+    return f'{state} at step {run.step:,}'.strip()
 
 
 def _results(runs: Sequence[History]) -> Section:
@@ -162,7 +165,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('report', __doc__)
     parser.add_argument('workdirs', metavar='WORKDIR', nargs='+', help='work directory of a run')
-    text = 'HTML file to write'
+    text = 'HTML file to write or replace'
     parser.add_argument('--out', required=True, type=app.local_path, metavar='FILE.html', help=text)
     return parser
 

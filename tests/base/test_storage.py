@@ -51,6 +51,12 @@ def test_a_folder_on_another_store_or_of_an_unusable_name_is_rejected(path):
         storage.resolve_folder(path)
 
 
+def test_a_file_is_not_taken_for_a_folder(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(StorageError, match=f'{tmp_path}/file: a file; expected a folder'):
+        storage.make_folder(tmp_path / 'file')
+
+
 def test_a_bucket_needs_its_client(monkeypatch):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(UserError, match=r'gs://bucket/run: .*vit_jax\[gs\]'):

@@ -142,6 +142,18 @@ def test_a_wrong_flag_is_one_line_that_names_it(monkeypatch, capsys, arguments, 
     assert exit_code(monkeypatch, None, '--config.seed=1', parser=app.new_parser('name', '')) == 2
 
 
+@pytest.mark.parametrize('words', [['--data='], ['--data', ''], ['a', ''], [''], ['a', '--x=']])
+def test_a_value_that_is_empty_is_rejected(monkeypatch, capsys, words):
+    """As `--data=$DATA` is if the variable is not set."""
+    parser = app.new_parser('name', 'What it does.')
+    parser.add_argument('images', nargs='*')
+    parser.add_argument('--data')
+    parser.add_argument('--x')
+    assert exit_code(monkeypatch, lambda arguments: 0, *words, parser=parser) == 2
+    assert 'expected a value' in capsys.readouterr().err
+    assert exit_code(monkeypatch, lambda arguments: 0, 'a', '--x=b=', parser=parser) == 0
+
+
 @pytest.mark.parametrize('given', ['~/x', '--workdir=~/x', '--config.data=~/x'])
 def test_a_tilde_is_the_home_where_a_path_begins(monkeypatch, given):
     monkeypatch.setenv('HOME', '/home/me')
@@ -165,6 +177,11 @@ def test_the_full_help_has_type_default_and_meaning_of_a_field(monkeypatch, caps
         (UserError('data=x: no such folder'), 1, 'error: data=x: no such folder\n'),
         (NotFiniteError('step 3: loss is nan'), 1, 'error: step 3: loss is nan\n'),
         (KeyboardInterrupt(), 130, 'error: interrupted\n'),
+        (
+            UnicodeEncodeError('ascii', '/a/\xe4', 3, 4, ''),
+            1,
+            "error: '/a/\\xe4': not a path in the encoding of this system; set PYTHONUTF8=1\n",
+        ),
         (OSError('a fault of the program'), 1, None),
     ],
 )

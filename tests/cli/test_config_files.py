@@ -12,7 +12,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.base import UserError, records
-from vit_jax.cli import app
+from vit_jax.cli import app, config_files
 from vit_jax.cli.config_files import read_config_file
 from vit_jax.cli.config_flags import load
 from vit_jax.config import write_config
@@ -112,6 +112,39 @@ def test_an_error_names_the_file_its_line_and_the_value(tmp_path, line, argument
     with pytest.raises(UserError, match=f'^--config={file}.*{names}') as error:
         read_config_file(f'{file}{argument}')
     assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'given, names', [('run', r"a folder.*'.*run/config.json'"), ('a.jpg', 'expected FILE.py')]
+)
+def test_what_is_no_configuration_file_is_named(tmp_path, given, names):
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run/config.json').write_text('{}')
+    (tmp_path / 'a.jpg').write_bytes(b'\xff\0')
+    with pytest.raises(UserError, match=f'^--config={tmp_path}/{given}: .*{names}'):
+        read_config_file(str(tmp_path / given))
+
+
+@pytest.mark.parametrize('given', ['head.py', 'head.npz:name', 'other.py:name'])
+def test_what_is_no_function_in_a_file_is_named(tmp_path, given):
+    for name in 'head.py', 'head.npz':
+        (tmp_path / name).write_bytes(b'\0')
+    with pytest.raises(UserError, match=f'^--head={tmp_path}/{given}: expected FILE.py:FUNCTION'):
+        config_files.load_function(str(tmp_path / given))
+
+
+def test_an_error_in_a_function_of_the_user_is_told_by_its_line(tmp_path):
+    file = tmp_path / 'own.py'
+    file.write_text(f'{FILE}c\ndef loss(logits):\n    return logist')
+    read_config_file(str(file))
+    for function, argument, names in (
+        (config_files.load_function(f'{file}:loss'), 0, "own.py, line 11: .*'logits'"),
+        (len, 0, None),
+    ):
+        with pytest.raises((NameError, TypeError)) as error:
+            function(argument)
+        described = config_files.describe_error_of_user(error.value)
+        assert re.search(names, described) if names else described is None
 
 
 OWN = """

@@ -1,3 +1,4 @@
+import contextlib
 import io
 import struct
 import typing
@@ -258,6 +259,15 @@ def test_a_png_of_very_many_chunks_is_rejected():
     stored = with_chunks(*[(b'teSt', b'')] * image_decoding.Limit.PNG_CHUNKS)
     with pytest.raises(UserError, match='262,144 chunks'):
         decoded(stored)
+
+
+def test_a_png_that_is_cut_off_causes_no_message_of_a_library(capfd):
+    noise = np.random.default_rng(0).integers(0, 255, (200, 200, 3), np.uint8)
+    stored = encoded(Image.fromarray(noise), 'PNG')
+    for count in 1, 20, 2000, len(stored) // 2:
+        with contextlib.suppress(UserError):  # the last bytes are not needed
+            decoded(stored[:-count])
+    assert capfd.readouterr() == ('', '')
 
 
 @pytest.mark.parametrize('orientation', range(1, 9))

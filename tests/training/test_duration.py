@@ -48,7 +48,12 @@ def test_a_short_training_reports_about_twenty_times(epochs, batch_size, num_ima
 
 
 @pytest.mark.parametrize(
-    'total, advice', [(Duration(fraction=0.5), 'examples'), (Duration(epochs=0.001), 'batch_size')]
+    'total, advice',
+    [
+        (Duration(fraction=0.5), 'examples'),
+        (Duration(epochs=0.001), 'batch_size'),
+        (Duration(steps=0), 'expected 1 or more'),
+    ],
 )
 def test_a_training_has_a_length(total, advice):
     with pytest.raises(ValueError, match=f'total.{total}: .*{advice}'):

@@ -119,6 +119,11 @@ def report(error: BaseException) -> int:
     is_fixable, text = isinstance(error, UserError | NotFiniteError), str(error)
     if isinstance(error, KeyboardInterrupt):
         is_fixable, text = True, 'interrupted'
+    elif not is_fixable and (described := config_files.describe_error_of_user(error)) is not None:
+        is_fixable, text = True, described
+    if isinstance(error, UnicodeEncodeError):
+        is_fixable = True
+        text = f'{error.object!a}: not a path in the encoding of this system; set PYTHONUTF8=1'
     if is_out_of_memory(error):
         is_fixable, text = True, f'{text.splitlines()[0]}; {_LESS_MEMORY}'
     if is_fixable and '--traceback' not in sys.argv:
@@ -172,8 +177,11 @@ class _Parser(argparse.ArgumentParser):
                 name = flag[2:].rpartition('.')[2]
                 hint = config_help.suggest(self.config_kind, name, flags)
                 self.error(f'unrecognized arguments: {word}; {hint}')
-            if word in ('--config=', '--workdir='):
+            if word == f'{flag}=':
                 self.error(f'{word}: expected a value')
+        if '' in words:
+            before = ' '.join(['', *words[: words.index('')]][-1:])
+            self.error(f'an empty argument after {before or self.prog}: expected a value')
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f'error: {message} (--help lists all flags)\n')

@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from vit_jax.base import MissingFile, UserError, records, require, usable
@@ -30,6 +30,7 @@ def read_config_file(given: str, kind: type[Any] = TrainConfig) -> Any:
     file = _find(path)
     if file.suffix == '.json' and not argument:
         return _read_json(file, kind)
+    require(file.suffix == '.py', f'--config={path}: expected FILE.py or WORKDIR/config.json')
     with _locate_errors(f'--config={path}', file):
         module = _execute(file)
         functions = [name for name, value in vars(module).items() if inspect.isroutine(value)]
@@ -46,7 +47,7 @@ def load_function(given: str) -> Any:
     path, _, name = given.rpartition(':')
     file = pathlib.Path(path)
     is_python = file.is_file() and file.suffix == '.py'
-    require(is_python, f'--head={given}: no such Python file; expected FILE.py:FUNCTION')
+    require(is_python, f'--head={given}: expected FILE.py:FUNCTION, with a file that exists')
     with _locate_errors(f'--head={path}', file):
         values = vars(_execute(file))
     functions = [name for name, value in values.items() if callable(value)]
@@ -60,6 +61,10 @@ def _find(path: str) -> pathlib.Path:
     for file in (pathlib.Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path):
         if file.is_file():
             return file
+    described = pathlib.Path(path) / 'config.json'
+    is_folder = f'--config={path}: a folder; expected a file'
+    hint = f'; did you mean {str(described)!r}?' if described.is_file() else ''
+    require(not pathlib.Path(path).is_dir(), f'{is_folder}{hint}')
     recipes = (file.relative_to(_PACKAGE) for file in (_PACKAGE / 'configs').rglob('*.py'))
     files = sorted({*recipes, *pathlib.Path(path).parent.glob('*.py')})
     close = difflib.get_close_matches(pathlib.Path(path).stem, [file.stem for file in files], n=1)
@@ -86,7 +91,8 @@ def _call(module: types.ModuleType, argument: list[str]) -> Any:
     try:
         inspect.signature(module.get_config).bind(*argument)
     except TypeError as error:
-        needed = f'needs an argument, --config=FILE:ARGUMENT; known: {", ".join(arguments)}'
+        known = f'; known: {", ".join(arguments)}' if arguments else ''
+        needed = f'needs an argument, --config=FILE:ARGUMENT{known}'
         text = f'get_config() {"takes no argument" if argument else needed}'
         raise UserError(text) from error
     try:
@@ -107,18 +113,31 @@ def _locate_errors(given: str, file: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        frames = [
-            (pathlib.Path(frame.f_code.co_filename).absolute(), line, frame)
-            for frame, line in traceback.walk_tb(error.__traceback__)
-        ]
-        own = [frame for frame in frames if _is_of_user(frame[0], file)]
-        place, line, frame = own[-1] if own else (file.absolute(), None, None)
+        place, line, text = _find_place(error, file) or (file.absolute(), None, _describe(error))
         if isinstance(error, SyntaxError) and error.filename is not None:
             place, line = pathlib.Path(error.filename).absolute(), error.lineno
         where = given + ('' if place == file.absolute() else f': {place}')
         where += '' if line is None else f', line {line}'
-        text = str(error) if isinstance(error, UserError) else _describe(error, frame)
         raise UserError(f'{where}: {text}') from error
+
+
+def describe_error_of_user(error: BaseException) -> str | None:
+    """Describes an error in a function of the configuration file; None if it is elsewhere."""
+    file = getattr(sys.modules.get(_MODULE), '__file__', None)
+    found = _find_place(error, pathlib.Path(file)) if file else None
+    return found and f'{found[0]}, line {found[1]}: {found[2]}'
+
+
+def _find_place(error: BaseException, file: pathlib.Path) -> tuple[pathlib.Path, int, str] | None:
+    """Returns the file, the line and a description of an error in the user's code, if it is one."""
+    frames = [
+        (pathlib.Path(frame.f_code.co_filename).absolute(), line, frame)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    for place, line, frame in reversed(frames):
+        if _is_of_user(place, file):
+            return place, line, _describe(error, {**frame.f_globals, **frame.f_locals})
+    return None
 
 
 def _is_of_user(place: pathlib.Path, file: pathlib.Path) -> bool:
@@ -129,8 +148,10 @@ def _is_of_user(place: pathlib.Path, file: pathlib.Path) -> bool:
     return place.is_relative_to(file.parent.absolute()) and place.exists() and not is_installed
 
 
-def _describe(error: BaseException, frame: types.FrameType | None) -> str:
-    """Describes an exception of the user's code; suggests a name for a misspelled one."""
+def _describe(error: BaseException, variables: Mapping[str, Any] = {}) -> str:
+    """Describes an exception of the user's code; suggests a variable for a misspelled one."""
+    if isinstance(error, UserError):
+        return str(error)
     text = format_error(error)
     if isinstance(error, SyntaxError):
         return f'{error.msg}: {(error.text or "").strip()}'
@@ -143,7 +164,7 @@ def _describe(error: BaseException, frame: types.FrameType | None) -> str:
         known = vars(sys.modules[error.name]) if error.name in sys.modules else {}
         return text + (_suggest(missing[1], known) if missing else '')
     if isinstance(error, NameError):
-        return text + _suggest(error.name, {**frame.f_globals, **frame.f_locals} if frame else {})
+        return text + _suggest(error.name, variables)
     if isinstance(error, AttributeError):
         return text + _suggest(error.name, dir(error.obj))
     keyword = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)

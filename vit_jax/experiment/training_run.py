@@ -21,6 +21,7 @@ from vit_jax.base.files import read_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
 from vit_jax.config import StepKind, TrainConfig, write_config
 from vit_jax.data import loading
+from vit_jax.data.sources import opening
 from vit_jax.distributed import meshes, sharding_rules
 from vit_jax.distributed.processes import Interrupted, Job
 from vit_jax.evaluation import probing
@@ -165,6 +166,7 @@ def open_run(
     Raises:
       UserError: For invalid input. `train` raises it before compilation.
     """
+    opening.require_outside(path, config.data)
     if job.count > 1:
         job.require_equal('this run', workdirs.collect_settings(config, path))
     dtype = job.broadcast_text('dtype', lambda: workdirs.read_dtype(path))

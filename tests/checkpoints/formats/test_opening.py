@@ -379,6 +379,14 @@ def test_the_card_of_a_file_of_ours_counts_whatever_stands_next_to_it(tmp_path):
         vit_jax.load(tmp_path, num_heads=4)
 
 
+def test_a_work_directory_is_not_written_into(tmp_path):
+    (tmp_path / 'checkpoints').mkdir()
+    (tmp_path / 'config.json').write_text('{}')
+    with pytest.raises(UserError, match=f'{tmp_path}: a work directory'):
+        vit_jax.save(loaded(tiny.model(), huggingface.HUGGINGFACE), tmp_path, overwrite=True)
+    assert (tmp_path / 'config.json').read_text() == '{}'
+
+
 def test_one_file_of_weights_is_read_before_several(tmp_path):
     """As transformers does it."""
     network = loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE)

@@ -119,6 +119,12 @@ def test_models_without_photos_or_without_a_trained_head_are_rejected(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_program_needs_an_extra_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'flatbuffers', None)
+    with pytest.raises(UserError, match=r'vit_jax\[export\]'):
+        vit_jax.save(loaded(tiny.model()), tmp_path / 'x.stablehlo')
+
+
 METHODS = typing.get_args(ResizeMethod)
 GRAY_LEVELS = {'mean': (0.0,) * 3, 'std': (1.0,) * 3}
 CROPS = [

@@ -1,5 +1,6 @@
 import os
 import pathlib
+import re
 
 import cv2
 import numpy as np
@@ -147,6 +148,20 @@ def test_every_fault_of_the_folders_is_named(root):
     with pytest.raises(UserError, match='empty'):
         (root / 'empty').mkdir()
         opening.make_opener()(str(root / 'empty'), 'train')
+
+
+def test_an_output_folder_is_not_among_the_images(root, tmp_path):
+    inside = root / 'train/run', root / 'train', root / 'test/a/run'
+    outside = root / 'run', root.parent / 'run', root / 'training', 'gs://bucket/run'
+    for folder in inside:
+        with pytest.raises(UserError, match=re.escape(f'{folder}: inside {root}/')):
+            opening.require_outside(str(folder), str(root))
+    for folder in outside:
+        opening.require_outside(str(folder), str(root))
+    (link := tmp_path / 'link').symlink_to(root / 'train')
+    with pytest.raises(UserError, match='link/run: inside'):
+        opening.require_outside(f'{link}/run', str(root / 'train'))
+    opening.require_outside(str(root / 'train'), 'digits')
 
 
 def test_images_of_some_classes_alone_get_the_numbers_of_their_order(root):

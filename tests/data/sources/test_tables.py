@@ -138,7 +138,9 @@ def test_every_wrong_line_of_a_table_is_named(name, tmp_path):
 WARNINGS = {  # what the warning about a table names
     'path,label,split\na,cat,train\nb,cat,test\n./a,cat,test': r'1 image .*\./a.*line 2.*line 4',
     'path;labels\na;"cat, dog"\nb;cat': "line 2.*'cat, dog'.*semicolons",
+    'path,label,Splitt\na,cat,train\nb,cat,test': "'splitt'.*'split'",
     'path,label,split\na,cat,train\na,cat,train\nb,cat,test': None,
+    'path,label,tilt\na,cat,1\nb,cat,2': None,
     'path,labels\na,"tench, Tinca;cat"\nb,cat': None,
 }
 

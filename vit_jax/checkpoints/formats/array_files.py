@@ -131,8 +131,13 @@ def read_array_file(path: pathlib.Path) -> FileContents:
     with error_prefix(path):
         with open_file(path) as file:
             start = file.read(16)
+        if not start:
+            raise DamagedFile('the file is empty')
         if start[:2] == b'PK':
-            with open_file(path) as file, zipfile.ZipFile(file) as archive:
+            with open_file(path) as file:
+                if not zipfile.is_zipfile(file):
+                    raise DamagedFile('the end of the file is missing')
+                archive = zipfile.ZipFile(file)
                 is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
                 torch_pickles.reject_programs(archive.namelist())
                 damaged = archive.testzip() if is_torch else None  # torch compares no checksums

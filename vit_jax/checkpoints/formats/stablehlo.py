@@ -7,6 +7,7 @@ them again, and because a program of more than 2 GiB cannot be stored. docs/expo
 example.
 """
 
+import importlib.util
 import json
 import pathlib
 from typing import Any
@@ -35,6 +36,8 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
     Raises:
       UserError: If the model does not have 3 channels, or has an untrained head.
     """
+    has_flatbuffers = importlib.util.find_spec('flatbuffers') is not None  # for `export`
+    require(has_flatbuffers, "the stablehlo format needs: pip install 'vit_jax[export]'")
     channels, has_head = card.model.channels, card.model.num_classes is not None
     require(channels == 3, f'the stablehlo format needs 3 channels; the model has {channels=}')
     text = 'the head is all zeros; to export features, use num_classes=None or --drop_head'
@@ -57,7 +60,6 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
         'jax': jax.__version__,
         'card': records.to_dict(card),
     }
-    # If flatbuffers is missing, jax raises an error that names it: pip install 'vit_jax[export]'.
     stored = {PROGRAM: bytes(exported.serialize()), CARD: json.dumps(about).encode()}
     write_npz(path, arrays | {n: np.frombuffer(v, np.uint8) for n, v in stored.items()})
     notes = [f'program for {", ".join(_PLATFORMS)}: {images} -> {outputs}']

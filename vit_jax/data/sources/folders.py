@@ -61,6 +61,12 @@ def open_splits(root: str) -> Splits:
 KIND = SourceKind('a folder of train/CLASS/*.jpg or CLASS/*.jpg', os.path.isdir, open_splits)
 
 
+def class_roots(data: str) -> list[str]:
+    """Returns the real paths of the folders that contain class folders."""
+    path = pathlib.Path(data)
+    return [os.path.realpath(folder) for folder in _split_folders(path).values() or [path]]
+
+
 def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns the folders of splits by lower-case name; an empty dict if the folders are classes.
 

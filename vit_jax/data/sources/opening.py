@@ -14,6 +14,7 @@ from vit_jax.base import records, require, storage
 from vit_jax.base.array_types import Bool
 from vit_jax.base.errors import MissingFile, UserError, plural, raise_all
 from vit_jax.base.storage import usable
+from vit_jax.data.sources import folders
 from vit_jax.data.sources.base import (
     DataFunction,
     Source,
@@ -150,6 +151,18 @@ def open_splits(
     unused = f'labels={label_column!r}: expected FILE.json, because {data} has no label columns'
     require(kind.has_label_columns or not columns, unused)
     return _with_held_out(kind.open_splits(data, *columns), held_out or HeldOut(), data)
+
+
+def require_outside(folder: str, data: str | DataFunction) -> None:
+    """Raises UserError if an output folder is among class folders, where it would be a class."""
+    if not isinstance(data, str) or storage.is_remote(folder):
+        return
+    if next((kind for kind in KINDS if kind.recognizes(data)), None) is folders.KIND:
+        place = os.path.realpath(folder)
+        for root in folders.class_roots(data):
+            is_inside = os.path.commonpath([place, root]) == root
+            text = f'{folder}: inside {root}, which has the images; choose another folder'
+            require(not is_inside, text)
 
 
 def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:

@@ -8,6 +8,7 @@ semicolons or tabs as separators, as spreadsheets do in some countries.
 
 import collections
 import csv
+import difflib
 import functools
 import io
 import os
@@ -132,6 +133,9 @@ def _read_csv(text: str) -> Iterator[_Line]:
                 len(same) < 2,
                 f'columns {" and ".join(same)} have the same name; expected one {name}',
             )
+        similar = difflib.get_close_matches('split', reader.fieldnames, n=1, cutoff=0.8)
+        if similar and 'split' not in reader.fieldnames:
+            warn_once(f"the column {similar[0]!r} is ignored; did you mean 'split'?")
         for cells in reader:
             surplus = cells.pop(None, ())
             is_header = [*cells] == [str(text).strip().casefold() for text in cells.values()]

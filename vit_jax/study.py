@@ -109,6 +109,7 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
                 if code in (EXIT_INTERRUPTED, REQUEUE):
                     return code
                 print(f'{label}  failed with exit code {code}', flush=True)
+            results.require_measures(folder, study, run)
         if trainer.received:
             return EXIT_INTERRUPTED if trainer.received[0] == signal.SIGINT else REQUEUE
     return 0

@@ -291,8 +291,8 @@ def list_changes_of_arrays(changes: Sequence[str]) -> Iterator[None]:
         if not lines:
             raise
         advice = 'undo them, or start a new run from this checkpoint with --config.start_from'
-        text = f'the checkpoint does not fit these changes; {advice}:'
-        raise UserError('\n  '.join([text, *lines]) + f'\n{error}') from error
+        text = '\n  '.join(['the checkpoint does not fit these changes:', *lines])
+        raise UserError(f'{error}\n{text}\n{advice}') from error
 
 
 def restore_or_init(

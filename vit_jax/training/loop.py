@@ -114,7 +114,8 @@ def require_progress(step: int, metrics: StepMetrics, skipped: int, max_skipped:
         numbers = metrics.means | metrics.scalars
         values = [f'{name} is {n}' for name, n in numbers.items() if not isfinite(n)]
         text = ', '.join(values) or f'loss is {numbers["loss"]:.4g}, a spike'
-        more = f'; {skipped} updates in a row were skipped' if skipped > 1 else ''
+        advice = 'lower --config.schedule.learning_rate, or set --config.optimizer.clip_norm'
+        more = f'; {skipped} updates in a row were skipped: {advice}' if skipped > 1 else ''
         raise NotFiniteError(f'step {step}: {text}{more}')
 
 

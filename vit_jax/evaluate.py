@@ -72,14 +72,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
-    """Raises UserError if flags do not fit together, or if a file exists already."""
+    """Raises UserError if flags do not fit together, or if outputs cannot be written there."""
     out, mistakes, predictions = arguments.out, arguments.mistakes, arguments.predictions
     if arguments.suite:
         unused = [n for n in _NOT_IN_SUITES if vars(arguments)[n]]
         wrong = f'--{"".join(unused[:1])}: not used with --suite; leave it out'
         require(not unused, wrong)
+    else:
+        origin = lineage.find_source_run(arguments.checkpoint)
+        for folder in filter(None, (out, mistakes)):
+            require_outside(folder, arguments.data or (origin.data if origin else None))
     for folder in filter(None, (out, mistakes)):
-        require_outside(folder, arguments.data)
         make_folder(folder)
     written = [SUITE] if arguments.suite else [NUMBERS, MATRIX, PICTURE, RELIABILITY]
     folders = (out, written), (mistakes, [MISTAKES, SHEET])

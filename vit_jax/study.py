@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from vit_jax import train
@@ -37,7 +37,7 @@ from vit_jax.experiment import workdirs
 from vit_jax.studies import planned_runs, results
 from vit_jax.studies.config import Study
 from vit_jax.studies.planned_runs import PlannedRun
-from vit_jax.studies.results import Row
+from vit_jax.studies.results import Measures, Row
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # Without a traceback; the imports take seconds.
@@ -109,7 +109,7 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
                 if code in (EXIT_INTERRUPTED, REQUEUE):
                     return code
                 print(f'{label}  failed with exit code {code}', flush=True)
-            results.require_measures(folder, study, run)
+            _warn_of_missing_measures(study, [run], results.read_measures(folder, study, [run]))
         if trainer.received:
             return EXIT_INTERRUPTED if trainer.received[0] == signal.SIGINT else REQUEUE
     return 0
@@ -201,10 +201,7 @@ def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun
     measured = results.read_measures(folder, study, runs)
     if not measured:
         return
-    for run in runs:
-        missing = {*study.grids[run.grid].measures} - {*measured.get(run.name, {})}
-        if missing and run.name in measured:
-            print(f'warning: {run.name}: {workdirs.METRICS} has no {missing} at the last/best step')
+    _warn_of_missing_measures(study, runs, measured)
     rows = results.make_rows(study, runs, measured)
     text = results.format_tables(study, rows)
     print(f'\n{text}')
@@ -215,6 +212,16 @@ def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun
             path = folder / f'results.{ending}'
             write_bytes(path, content)
             print(f'written: {path}')
+
+
+def _warn_of_missing_measures(
+    study: Study, runs: Sequence[PlannedRun], measured: Mapping[str, Measures]
+) -> None:
+    for run in runs:
+        missing = {*study.grids[run.grid].measures} - {*measured.get(run.name, {})}
+        if missing and run.name in measured:
+            names = ', '.join(sorted(missing))
+            print(f'warning: {run.name}: {workdirs.METRICS} has no {names} at the last/best step')
 
 
 def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:

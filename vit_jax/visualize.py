@@ -35,7 +35,7 @@ from vit_jax.cli import app, output
 from vit_jax.data.loading import make_reader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import is_image, loose_images, unlabeled_source
-from vit_jax.data.sources.opening import EXPECTED, make_opener
+from vit_jax.data.sources.opening import EXPECTED, make_opener, require_outside
 from vit_jax.figures import figure as figures
 from vit_jax.figures.figure import NAMES, Figure, Images, PlacedModel
 from vit_jax.figures.page import Picture, Section, render_page
@@ -50,6 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
     chosen, folder = select_figures(arguments.figures), pathlib.Path(arguments.out)
+    require_outside(arguments.out, arguments.images)
     make_folder(folder)
     with output.progress_bar() as bar:
         models, images, lines, problems = _open(arguments, bar)

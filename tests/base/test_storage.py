@@ -53,7 +53,7 @@ def test_a_folder_on_another_store_or_of_an_unusable_name_is_rejected(path):
 
 def test_a_file_is_not_taken_for_a_folder(tmp_path):
     (tmp_path / 'file').write_text('')
-    with pytest.raises(StorageError, match=f'{tmp_path}/file: a file; expected a folder'):
+    with pytest.raises(StorageError, match=f'{tmp_path}/file: not a folder'):
         storage.make_folder(tmp_path / 'file')
 
 

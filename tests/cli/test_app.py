@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import pytest
 
 import vit_jax
+from tests import tiny
 from tests.test_architecture import DOORS
 from vit_jax import __main__, finetune
 from vit_jax.base.errors import UserError
-from vit_jax.cli import app, config_flags, output
+from vit_jax.cli import app, config_files, config_flags, output
 from vit_jax.distributed.processes import Job
+from vit_jax.experiment import training_run
 from vit_jax.training.loop import NotFiniteError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -100,8 +102,8 @@ def test_an_interrupt_during_the_imports_is_one_line(tmp_path):
         text=True,
     )
     assert process.stdout.readline() == 'importing\n'
-    # Python handles a signal between two steps of its program: one that comes in the last moment
-    # before the sleep begins is handled after it. A user would press Ctrl-C again, too.
+    # Python runs the handler between two instructions: a signal just before the sleep waits until
+    # it ends. A user would press Ctrl-C again, too.
     errors = None
     while errors is None:
         process.send_signal(signal.SIGINT)
@@ -144,14 +146,16 @@ def test_a_wrong_flag_is_one_line_that_names_it(monkeypatch, capsys, arguments, 
 
 @pytest.mark.parametrize('words', [['--data='], ['--data', ''], ['a', ''], [''], ['a', '--x=']])
 def test_a_value_that_is_empty_is_rejected(monkeypatch, capsys, words):
-    """As `--data=$DATA` is if the variable is not set."""
+    """For example `--data=$DATA` if the variable is not set."""
     parser = app.new_parser('name', 'What it does.')
     parser.add_argument('images', nargs='*')
     parser.add_argument('--data')
     parser.add_argument('--x')
     assert exit_code(monkeypatch, lambda arguments: 0, *words, parser=parser) == 2
     assert 'expected a value' in capsys.readouterr().err
-    assert exit_code(monkeypatch, lambda arguments: 0, 'a', '--x=b=', parser=parser) == 0
+    parser.add_argument('--only', default='')
+    for words in ['a=', '--x=b='], ['--only='], ['--x', 'b=']:
+        assert exit_code(monkeypatch, lambda arguments: 0, *words, parser=parser) == 0
 
 
 @pytest.mark.parametrize('given', ['~/x', '--workdir=~/x', '--config.data=~/x'])
@@ -177,11 +181,6 @@ def test_the_full_help_has_type_default_and_meaning_of_a_field(monkeypatch, caps
         (UserError('data=x: no such folder'), 1, 'error: data=x: no such folder\n'),
         (NotFiniteError('step 3: loss is nan'), 1, 'error: step 3: loss is nan\n'),
         (KeyboardInterrupt(), 130, 'error: interrupted\n'),
-        (
-            UnicodeEncodeError('ascii', '/a/\xe4', 3, 4, ''),
-            1,
-            "error: '/a/\\xe4': not a path in the encoding of this system; set PYTHONUTF8=1\n",
-        ),
         (OSError('a fault of the program'), 1, None),
     ],
 )
@@ -194,6 +193,20 @@ def test_an_error_that_the_user_can_fix_is_one_line(monkeypatch, capsys, error, 
     text = capsys.readouterr().err
     assert ('Traceback' in text and 'in main' in text) == (line is None or bool(flags))
     assert text.startswith(line or '') or flags
+
+
+@pytest.mark.parametrize('encoding', ['ascii', 'utf-8'])
+def test_a_path_that_the_system_cannot_encode_is_one_line(monkeypatch, capsys, encoding):
+    monkeypatch.setattr(sys, 'getfilesystemencoding', lambda: encoding)
+    assert exit_code(monkeypatch, lambda arguments: '/a/\xe4\udc00'.encode(encoding)) == 1
+    assert ('PYTHONUTF8=1' in capsys.readouterr().err) == (encoding == 'ascii')
+
+
+def test_an_error_in_a_function_of_the_user_is_one_line(monkeypatch, capsys, tmp_path):
+    (tmp_path / 'own.py').write_text('def f(arguments):\n    return 1 / 0')
+    function = config_files.load_function(f'{tmp_path}/own.py:f')
+    assert exit_code(monkeypatch, function) == 1
+    assert capsys.readouterr().err.startswith(f'error: {tmp_path}/own.py, line 2: ')
 
 
 def test_too_little_memory_on_a_device_is_one_line_with_what_needs_less(monkeypatch, capsys):
@@ -276,6 +289,28 @@ def test_an_error_of_the_configuration_is_one_line(tmp_path, monkeypatch, capsys
         assert exit_code(monkeypatch, tune, *config, *flags, parser=parser) == 1
         out, err = capsys.readouterr()
         assert out == '' and err.startswith('error: ') and name in err and err.count('\n') == 1
+
+
+CHECKPOINT = 'tests/reference/bigvision_map.npz'
+
+
+@pytest.mark.parametrize(
+    'name, arguments',
+    [
+        ('inspect_data', '--config=configs/finetune/folder.py --config.data=DATA --workdir=OUT'),
+        ('evaluate', f'{CHECKPOINT} --data=DATA --out=OUT'),
+        ('visualize', f'{CHECKPOINT} --images=DATA --out=OUT'),
+    ],
+)
+def test_no_program_writes_among_the_images_that_it_reads(tmp_path, name, arguments):
+    (tmp_path / 'cat').mkdir()
+    program, out = importlib.import_module(f'vit_jax.{name}'), tmp_path / 'out'
+    words = arguments.replace('DATA', str(tmp_path)).replace('OUT', str(out)).split()
+    with pytest.raises(UserError, match=f'{out}: among the images of {tmp_path}'):
+        program.main(program.make_parser().parse_args(words))
+    with pytest.raises(UserError, match=f'{out}: among the images of {tmp_path}'):
+        training_run.train(tiny.experiment(data=str(tmp_path)), str(out))
+    assert not out.exists()
 
 
 @pytest.mark.gate

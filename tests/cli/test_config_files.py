@@ -115,7 +115,7 @@ def test_an_error_names_the_file_its_line_and_the_value(tmp_path, line, argument
 
 
 @pytest.mark.parametrize(
-    'given, names', [('run', r"a folder.*'.*run/config.json'"), ('a.jpg', 'expected FILE.py')]
+    'given, names', [('run', r"a folder.*'.*run/config.json'"), ('a.jpg', 'not a Python file')]
 )
 def test_what_is_no_configuration_file_is_named(tmp_path, given, names):
     (tmp_path / 'run').mkdir()
@@ -125,26 +125,39 @@ def test_what_is_no_configuration_file_is_named(tmp_path, given, names):
         read_config_file(str(tmp_path / given))
 
 
-@pytest.mark.parametrize('given', ['head.py', 'head.npz:name', 'other.py:name'])
-def test_what_is_no_function_in_a_file_is_named(tmp_path, given):
-    for name in 'head.py', 'head.npz':
+@pytest.mark.parametrize(
+    'given, names', [('head.py', 'FILE.py:FUNCTION'), ('no.py:f', 'no such'), ('a.npz:f', 'Python')]
+)
+def test_what_is_no_function_in_a_file_is_named(tmp_path, given, names):
+    for name in 'head.py', 'a.npz':
         (tmp_path / name).write_bytes(b'\0')
-    with pytest.raises(UserError, match=f'^--head={tmp_path}/{given}: expected FILE.py:FUNCTION'):
+    with pytest.raises(UserError, match=f'^--head={tmp_path}.*{names}'):
         config_files.load_function(str(tmp_path / given))
 
 
-def test_an_error_in_a_function_of_the_user_is_told_by_its_line(tmp_path):
-    file = tmp_path / 'own.py'
-    file.write_text(f'{FILE}c\ndef loss(logits):\n    return logist')
-    read_config_file(str(file))
-    for function, argument, names in (
-        (config_files.load_function(f'{file}:loss'), 0, "own.py, line 11: .*'logits'"),
-        (len, 0, None),
-    ):
-        with pytest.raises((NameError, TypeError)) as error:
-            function(argument)
-        described = config_files.describe_error_of_user(error.value)
-        assert re.search(names, described) if names else described is None
+LATER = """
+import json
+def loss(logits):
+    return logist
+def read(text):
+    return json.loads(text)
+def ours(text):
+    return load(text)
+from vit_jax.base.files import parse_json as load
+"""
+
+
+@pytest.mark.parametrize(
+    'name, described',
+    [('loss', "own.py, line 4: .*'logits'"), ('read', 'own.py, line 6: '), ('ours', None)],
+)
+def test_an_error_in_a_function_of_the_user_is_told_by_its_line(tmp_path, name, described):
+    (file := tmp_path / 'own.py').write_text(LATER)
+    function = config_files.load_function(f'{file}:{name}')
+    with pytest.raises((NameError, ValueError)) as error:
+        function('{')
+    found = config_files.describe_error_of_user(error.value)
+    assert re.search(described, found) if described else found is None
 
 
 OWN = """

@@ -111,7 +111,7 @@ def test_fields_of_a_name_or_a_function_and_of_records_by_name_can_be_set():
         ('preprocessing.scal=2', 'config.preprocessing.scal: ', '--config.preprocessing.crop'),
         ('preprocessing.crop=none', 'config.preprocessing: ', '--config.preprocessing=Pre'),
         ('seed=none', 'config.seed=none', ''),
-        ('start_from=', 'config.start_from=: ', 'value'),
+        ('start_from=', "config.start_from='': ", 'value'),
         ('seed=1e3', 'config.seed=1000.0: ', 'int'),
         ('seed=-1', 'config.seed=-1: ', '4294967296'),
         ('model.pool=max', "config.model.pool='max': ", 'cls|gap|map'),

@@ -251,7 +251,7 @@ def test_a_value_that_makes_no_sense_is_named(name):
     'backend, steps, bytes_per_row', [('gpu', 1, 2 * 24), ('cpu', 1, 6 * 24), ('cpu', 4, 3 * 24)]
 )
 def test_a_batch_needs_no_more_than_the_memory(monkeypatch, backend, steps, bytes_per_row):
-    """Of images with 24 bytes: two of each, and on a CPU one of each part as float32."""
+    """An image has 24 bytes. There are two batches; on a CPU, also one part of one as float32."""
     monkeypatch.setattr(jax, 'default_backend', lambda: backend)
     memory = types.SimpleNamespace(total=10 * bytes_per_row)
     monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)

@@ -1,6 +1,5 @@
 """Which runs a study has, in which order, and what their numbers are together."""
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -142,19 +141,6 @@ def test_rows_have_the_numbers_of_the_last_step_of_complete_runs(tmp_path):
     assert rows[0].numbers == {'test/accuracy': {0: 0.75}, 'test/loss': {0: 2.0}}
     assert (rows[0].values, rows[0].num_runs, rows[0].published) == ({'depth': '1'}, 2, 0.5)
     assert rows[1].numbers == {'test/accuracy': {}, 'test/loss': {}}
-
-
-def test_a_measure_that_a_complete_run_lacks_is_named(tmp_path):
-    for measure, raises in ('test/acuracy', True), ('test/accuracy', False), ('compute', False):
-        grid = Grid(axes={'depth': DEPTHS}, measures=(measure,))
-        one = study(grids={'train': grid}, draw=None)
-        first, second = plan_runs(one)
-        if not (tmp_path / first.name).exists():
-            complete(tmp_path, first, {'accuracy': 0.5})
-        expected = pytest.raises(UserError, match="train/1.*'test/acuracy'.*'test/accuracy'")
-        with expected if raises else contextlib.nullcontext():
-            results.require_measures(tmp_path, one, first)
-        results.require_measures(tmp_path, one, second)  # incomplete
 
 
 def test_numbers_and_checkpoint_are_of_the_best_step(tmp_path):

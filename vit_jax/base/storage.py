@@ -61,10 +61,11 @@ def make_folder(path: str | os.PathLike[str]) -> None:
     Raises StorageError if the folder cannot be created.
     """
     if not is_remote(path):
-        if os.path.exists(path) and not os.path.isdir(path):
-            raise StorageError(f'{path}: a file; expected a folder')
         with usable(path):
-            pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+            try:
+                pathlib.Path(path).mkdir(parents=True, exist_ok=True)
+            except FileExistsError as error:
+                raise StorageError(f'{path}: not a folder') from error
 
 
 @contextlib.contextmanager

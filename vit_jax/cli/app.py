@@ -116,23 +116,30 @@ def report(error: BaseException) -> int:
     Prints errors that the user can fix on one line, and other errors with a traceback. Prints all
     errors with a traceback if --traceback is set.
     """
-    is_fixable, text = isinstance(error, UserError | NotFiniteError), str(error)
-    if isinstance(error, KeyboardInterrupt):
-        is_fixable, text = True, 'interrupted'
-    elif not is_fixable and (described := config_files.describe_error_of_user(error)) is not None:
-        is_fixable, text = True, described
-    if isinstance(error, UnicodeEncodeError):
-        is_fixable = True
-        text = f'{error.object!a}: not a path in the encoding of this system; set PYTHONUTF8=1'
-    if is_out_of_memory(error):
-        is_fixable, text = True, f'{text.splitlines()[0]}; {_LESS_MEMORY}'
-    if is_fixable and '--traceback' not in sys.argv:
+    text = _describe(error)
+    if text is None or '--traceback' in sys.argv:
+        traceback.print_exception(error)
+    else:
         # The error should be the last line, not a warning of orbax's background tasks at exit.
         warnings.simplefilter('ignore')
         print(f'error: {text}', file=sys.stderr, flush=True)
-    else:
-        traceback.print_exception(error)
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _describe(error: BaseException) -> str | None:
+    """Describes an error that the user can fix; returns None for other errors."""
+    if isinstance(error, KeyboardInterrupt):
+        return 'interrupted'
+    if is_out_of_memory(error):
+        return f'{str(error).splitlines()[0]}; {_LESS_MEMORY}'
+    if isinstance(error, UserError | NotFiniteError):
+        return str(error)
+    if (described := config_files.describe_error_of_user(error)) is not None:
+        return described
+    encoding = sys.getfilesystemencoding()
+    if isinstance(error, UnicodeEncodeError) and error.encoding == encoding != 'utf-8':
+        return f'{error.object!a:.200} cannot be encoded in {encoding}; set PYTHONUTF8=1'
+    return None
 
 
 def prepare_devices(*, processes: int = 1) -> None:
@@ -177,11 +184,12 @@ class _Parser(argparse.ArgumentParser):
                 name = flag[2:].rpartition('.')[2]
                 hint = config_help.suggest(self.config_kind, name, flags)
                 self.error(f'unrecognized arguments: {word}; {hint}')
-            if word == f'{flag}=':
+            if word == f'{flag}=' and flag in flags and self.get_default(flag[2:]) != '':
                 self.error(f'{word}: expected a value')
         if '' in words:
-            before = ' '.join(['', *words[: words.index('')]][-1:])
-            self.error(f'an empty argument after {before or self.prog}: expected a value')
+            index = words.index('')
+            before = words[index - 1] if index else self.prog
+            self.error(f"{before} '': expected a value; is a variable of the shell not set?")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f'error: {message} (--help lists all flags)\n')

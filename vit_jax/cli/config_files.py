@@ -10,7 +10,7 @@ import sys
 import traceback
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, UserError, records, require, usable
 from vit_jax.base.errors import format_error
@@ -30,11 +30,11 @@ def read_config_file(given: str, kind: type[Any] = TrainConfig) -> Any:
     file = _find(path)
     if file.suffix == '.json' and not argument:
         return _read_json(file, kind)
-    require(file.suffix == '.py', f'--config={path}: expected FILE.py or WORKDIR/config.json')
+    require(file.suffix != '.json', f'--config={given}: config.json takes no argument')
     with _locate_errors(f'--config={path}', file):
         module = _execute(file)
         functions = [name for name, value in vars(module).items() if inspect.isroutine(value)]
-        missing = f'expected a function get_config(); found: {", ".join(functions) or "none"}'
+        missing = f'no function get_config(); {records.closest("get_config", functions)}'
         require(callable(getattr(module, 'get_config', None)), missing)
         config = _call(module, argument)
         text = f'get_config() returned {type(config).__name__}; expected {kind.__name__}'
@@ -46,8 +46,7 @@ def load_function(given: str) -> Any:
     """Loads the function of `FILE.py:FUNCTION`. Raises UserError if it does not exist."""
     path, _, name = given.rpartition(':')
     file = pathlib.Path(path)
-    is_python = file.is_file() and file.suffix == '.py'
-    require(is_python, f'--head={given}: expected FILE.py:FUNCTION, with a file that exists')
+    require(file.is_file(), f'--head={given}: no such file; expected FILE.py:FUNCTION')
     with _locate_errors(f'--head={path}', file):
         values = vars(_execute(file))
     functions = [name for name, value in values.items() if callable(value)]
@@ -61,10 +60,10 @@ def _find(path: str) -> pathlib.Path:
     for file in (pathlib.Path(path), _PACKAGE / path, _PACKAGE / 'configs' / path):
         if file.is_file():
             return file
-    described = pathlib.Path(path) / 'config.json'
-    is_folder = f'--config={path}: a folder; expected a file'
-    hint = f'; did you mean {str(described)!r}?' if described.is_file() else ''
-    require(not pathlib.Path(path).is_dir(), f'{is_folder}{hint}')
+    if pathlib.Path(path).is_dir():
+        described = pathlib.Path(path) / 'config.json'
+        hint = f'; did you mean {str(described)!r}?' if described.is_file() else ''
+        raise UserError(f'--config={path}: a folder; expected a file{hint}')
     recipes = (file.relative_to(_PACKAGE) for file in (_PACKAGE / 'configs').rglob('*.py'))
     files = sorted({*recipes, *pathlib.Path(path).parent.glob('*.py')})
     close = difflib.get_close_matches(pathlib.Path(path).stem, [file.stem for file in files], n=1)
@@ -80,7 +79,9 @@ def _execute(file: pathlib.Path) -> types.ModuleType:
     sys.modules[module.__name__] = module  # dataclasses and typing look up names there
     sys.path += {str(file.parent.absolute())} - {*sys.path}
     # An import would write bytecode into the folder.
-    code = compile(read_file(file, Limit.TEXT_BYTES), str(file), 'exec', dont_inherit=True)
+    text = read_file(file, Limit.TEXT_BYTES)
+    require(b'\0' not in text, 'not a Python file')
+    code = compile(text, str(file), 'exec', dont_inherit=True)
     exec(code, vars(module))
     return module
 
@@ -113,43 +114,65 @@ def _locate_errors(given: str, file: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        place, line, text = _find_place(error, file) or (file.absolute(), None, _describe(error))
+        own = [each for each in _list_frames(error) if _is_of_user(each.file, file)]
+        place = own[-1] if own else _Frame(file.absolute(), None, {})
         if isinstance(error, SyntaxError) and error.filename is not None:
-            place, line = pathlib.Path(error.filename).absolute(), error.lineno
-        where = given + ('' if place == file.absolute() else f': {place}')
-        where += '' if line is None else f', line {line}'
-        raise UserError(f'{where}: {text}') from error
+            place = _Frame(pathlib.Path(error.filename).absolute(), error.lineno, {})
+        where = given + ('' if place.file == file.absolute() else f': {place.file}')
+        where += '' if place.line is None else f', line {place.line}'
+        raise UserError(f'{where}: {_describe(error, place.variables)}') from error
 
 
 def describe_error_of_user(error: BaseException) -> str | None:
-    """Describes an error in a function of the configuration file; None if it is elsewhere."""
-    file = getattr(sys.modules.get(_MODULE), '__file__', None)
-    found = _find_place(error, pathlib.Path(file)) if file else None
-    return found and f'{found[0]}, line {found[1]}: {found[2]}'
+    """Describes an error that a function of the user raised, or a library that it called.
+
+    Returns None for other errors. The user's functions are those in the configuration file that was
+    read last, and in files of its folder.
+    """
+    file = pathlib.Path(getattr(sys.modules.get(_MODULE), '__file__', None) or _PACKAGE)
+    frames = [each for each in _list_frames(error) if not _is_of_library(each.file)]
+    if not frames or file.is_relative_to(_PACKAGE) or not _is_of_user(frames[-1].file, file):
+        return None
+    text = _describe(error, frames[-1].variables)
+    return f'{frames[-1].file}, line {frames[-1].line}: {text}; --traceback shows the calls'
 
 
-def _find_place(error: BaseException, file: pathlib.Path) -> tuple[pathlib.Path, int, str] | None:
-    """Returns the file, the line and a description of an error in the user's code, if it is one."""
-    frames = [
-        (pathlib.Path(frame.f_code.co_filename).absolute(), line, frame)
+class _Frame(NamedTuple):
+    """A call in a traceback."""
+
+    file: pathlib.Path
+    line: int | None
+    variables: Mapping[str, Any]
+
+
+def _list_frames(error: BaseException) -> list[_Frame]:
+    """Returns the calls of a traceback, the innermost last."""
+    return [
+        _Frame(
+            pathlib.Path(frame.f_code.co_filename).absolute(),
+            line,
+            {**frame.f_globals, **frame.f_locals},
+        )
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    for place, line, frame in reversed(frames):
-        if _is_of_user(place, file):
-            return place, line, _describe(error, {**frame.f_globals, **frame.f_locals})
-    return None
 
 
 def _is_of_user(place: pathlib.Path, file: pathlib.Path) -> bool:
     """Returns whether a file of code is the configuration or one that it imports."""
     if place == file.absolute():
         return True
-    is_installed = 'site-packages' in place.parts or place.is_relative_to(_PACKAGE)
-    return place.is_relative_to(file.parent.absolute()) and place.exists() and not is_installed
+    is_ours = place.is_relative_to(_PACKAGE) or _is_of_library(place)
+    return place.is_relative_to(file.parent.absolute()) and place.exists() and not is_ours
 
 
-def _describe(error: BaseException, variables: Mapping[str, Any] = {}) -> str:
-    """Describes an exception of the user's code; suggests a variable for a misspelled one."""
+def _is_of_library(place: pathlib.Path) -> bool:
+    """Returns whether a file of code belongs to Python or to an installed package."""
+    is_of_python = any(place.is_relative_to(path) for path in (sys.prefix, sys.base_prefix))
+    return is_of_python or not {'site-packages', 'dist-packages'}.isdisjoint(place.parts)
+
+
+def _describe(error: BaseException, variables: Mapping[str, Any]) -> str:
+    """Describes an exception of the user's code; suggests the most similar of its `variables`."""
     if isinstance(error, UserError):
         return str(error)
     text = format_error(error)

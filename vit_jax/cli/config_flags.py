@@ -129,7 +129,7 @@ def _parse(text: str, options: tuple[Any, ...], *, where: str) -> Any:
     if tuple[bool, ...] in options:
         return tuple(_BOOLEANS.get(word.lower(), word) for word in re.findall(r'\w+', text))
     if str in options:
-        require(text != '', f'{where}=: expected a value')
+        require(text != '', f"{where}='': expected a value")
         return text
     is_list = options in ((tuple[int, ...],), (tuple[float, ...],))
     try:

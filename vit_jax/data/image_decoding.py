@@ -41,7 +41,7 @@ _TIFF_STARTS = b'II*\0', b'MM\0*', b'II+\0', b'MM\0+'
 _IN_XMP = re.compile(rb'tiff:Orientation(?:\s*=\s*["\']|(?:\s[^<>]*)?>)\s*([1-8])\b')
 _PNG_ANIMATION = {b'acTL', b'fcTL', b'fdAT'}
 _PNG_START, _PNG_TEXTS = b'\x89PNG\r\n\x1a\n', {b'tEXt', b'zTXt', b'iTXt'}
-_PNG_END = b'IEND\xaeB`\x82'  # the last chunk, without its length, which is 0
+_PNG_END = b'IEND\xaeB`\x82'  # type and checksum of the last chunk
 # Keywords of text chunks of PNG that may hold an orientation.
 _PNG_KEYWORDS = {
     b'XML:com.adobe.xmp',
@@ -174,7 +174,8 @@ def _decode_stored(stored: bytes, header: Header) -> Image:
 
         with contextlib.suppress(ValueError):  # Pillow decides whether the image is damaged
             return simplejpeg.decode_jpeg(stored)
-    is_cut_off = header.kind == 'PNG' and stored.rfind(_PNG_END) < 0  # libpng would print this
+    # libpng prints a message if the end is missing.
+    is_cut_off = header.kind == 'PNG' and stored.rfind(_PNG_END) < 0
     if header.kind in _BY_OPENCV and not is_cut_off:
         import cv2
 

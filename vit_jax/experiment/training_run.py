@@ -166,7 +166,7 @@ def open_run(
     Raises:
       UserError: For invalid input. `train` raises it before compilation.
     """
-    opening.require_outside(path, config.data)
+    opening.require_outside(path, config.data, *(each.data for each in config.evals.values()))
     if job.count > 1:
         job.require_equal('this run', workdirs.collect_settings(config, path))
     dtype = job.broadcast_text('dtype', lambda: workdirs.read_dtype(path))
@@ -290,7 +290,9 @@ def list_changes_of_arrays(changes: Sequence[str]) -> Iterator[None]:
         lines = [f'config.{line}' for line in changes if line.startswith(_FIELDS_OF_ARRAYS)]
         if not lines:
             raise
-        advice = 'undo them, or start a new run from this checkpoint with --config.start_from'
+        advice = (
+            'undo these changes, or start a new run from this checkpoint with --config.start_from'
+        )
         text = '\n  '.join(['the checkpoint does not fit these changes:', *lines])
         raise UserError(f'{error}\n{text}\n{advice}') from error
 

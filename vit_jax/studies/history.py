@@ -21,7 +21,7 @@ class History(NamedTuple):
     lines: list[dict[str, Any]]  # the lines of metrics.jsonl
     numbers: Numbers  # the metrics in these lines
     seconds: dict[str, float]  # wall time by activity, over all starts
-    step: int  # the last one in metrics.jsonl or events.jsonl
+    step: int  # that of the last event, or a later one in metrics.jsonl
     event: str  # last one in events.jsonl, such as `saving` or `complete`; '' without the file
     changes: list[tuple[int, str]]  # accepted changes of the configuration, and their steps
 
@@ -53,7 +53,8 @@ def read_history(folder: Path, name: str) -> History:
     events = reporter.read_events(folder / workdirs.EVENTS)
     seconds, event = reporter.sum_seconds(events), events[-1]['event'] if events else ''
     changes = [(e['step'], change) for e in events for change in e.get('changes', ())]
-    step = max((line['step'] or 0 for line in [*lines, *events]), default=0)
+    ends = [event['step'] for event in events if event['step'] is not None]
+    step = max([line['step'] for line in lines] + ends[-1:], default=0)
     return History(name, folder, values, lines, _numbers(lines), seconds, step, event, changes)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Float, Path, UserError, records
+from vit_jax.base import Float, Path
 from vit_jax.checkpoints.transfer import with_patch_size
 from vit_jax.evaluation.statistics import sample_deviation
 from vit_jax.models import count_multiply_adds
@@ -53,16 +53,6 @@ def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dic
         if COMPUTE in grid.measures:
             measured[run.name][COMPUTE] = _count_operations(folder, run.root)
     return measured
-
-
-def require_measures(folder: Path, study: Study, run: PlannedRun) -> None:
-    """Raises UserError if a run is complete and one of its measures does not exist."""
-    if read_last_step(folder, run) is not None:
-        known = history.read_history(folder / run.name, run.name).numbers
-        for measure in study.grids[run.grid].measures:
-            if measure not in (COMPUTE, *known):
-                nearest = records.closest(measure, known)
-                raise UserError(f'{run.name} has no measure {measure!r}; {nearest}')
 
 
 def _count_operations(folder: Path, run: PlannedRun) -> float:

@@ -86,7 +86,7 @@ def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> T
         raise UserError(f'config.total.{total}: expected steps, epochs or examples')
     steps = TrainLength(batch_size, num_images, total_steps=0).to_steps(total)
     per_step = f'batch_size={batch_size} ({plural(num_images, "training image")})'
-    longer = 'set a smaller --config.batch_size or a longer --config.total'
-    fix = longer if total.steps is None else 'expected 1 or more'
+    records.require(total.steps != 0, 'config.total.steps=0: expected 1 or more')
+    fix = 'set a smaller --config.batch_size or a longer --config.total'
     records.require(steps >= 1, f'config.total.{total}: less than one step of {per_step}; {fix}')
     return TrainLength(batch_size, num_images, steps)

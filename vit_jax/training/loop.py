@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 from rich.console import Console
 
-from vit_jax.base import Batch, Path, errors, storage
+from vit_jax.base import Batch, Path, errors, plural, storage
 from vit_jax.distributed.processes import Interrupted
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.update import TrainState
@@ -114,9 +114,10 @@ def require_progress(step: int, metrics: StepMetrics, skipped: int, max_skipped:
         numbers = metrics.means | metrics.scalars
         values = [f'{name} is {n}' for name, n in numbers.items() if not isfinite(n)]
         text = ', '.join(values) or f'loss is {numbers["loss"]:.4g}, a spike'
-        advice = 'lower --config.schedule.learning_rate, or set --config.optimizer.clip_norm'
-        more = f'; {skipped} updates in a row were skipped: {advice}' if skipped > 1 else ''
-        raise NotFiniteError(f'step {step}: {text}{more}')
+        if skipped >= max_skipped:
+            text += f'; {plural(skipped, "update")} in a row skipped; use a lower '
+            text += '--config.schedule.learning_rate or --config.optimizer.clip_norm'
+        raise NotFiniteError(f'step {step}: {text}')
 
 
 def fit(

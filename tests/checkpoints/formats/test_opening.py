@@ -370,17 +370,17 @@ def test_formats_are_told_apart_by_content_not_by_name(tmp_path):
 def test_the_card_of_a_file_of_ours_counts_whatever_stands_next_to_it(tmp_path):
     network = loaded(tiny.model(gelu='exact'), huggingface.HUGGINGFACE)
     vit_jax.save(network, tmp_path)
-    assert 'edited' not in str(vit_jax.load(tmp_path).report)
+    assert 'ignored' not in str(vit_jax.load(tmp_path).report)
     (tmp_path / 'config.json').write_text('{"num_attention_heads": 4}')
     opened = vit_jax.load(tmp_path)
     assert opened == network
-    assert 'config.json: num_attention_heads: edited' in str(opened.report)
+    assert 'config.json: num_attention_heads=4 is ignored' in str(opened.report)
     with pytest.raises(UserError, match='num_heads'):
         vit_jax.load(tmp_path, num_heads=4)
 
 
 def test_a_work_directory_is_not_written_into(tmp_path):
-    (tmp_path / 'checkpoints').mkdir()
+    (tmp_path / 'events.jsonl').write_text('')
     (tmp_path / 'config.json').write_text('{}')
     with pytest.raises(UserError, match=f'{tmp_path}: a work directory'):
         vit_jax.save(loaded(tiny.model(), huggingface.HUGGINGFACE), tmp_path, overwrite=True)

@@ -150,18 +150,20 @@ def test_every_fault_of_the_folders_is_named(root):
         opening.make_opener()(str(root / 'empty'), 'train')
 
 
-def test_an_output_folder_is_not_among_the_images(root, tmp_path):
-    inside = root / 'train/run', root / 'train', root / 'test/a/run'
-    outside = root / 'run', root.parent / 'run', root / 'training', 'gs://bucket/run'
-    for folder in inside:
-        with pytest.raises(UserError, match=re.escape(f'{folder}: inside {root}/')):
-            opening.require_outside(str(folder), str(root))
-    for folder in outside:
-        opening.require_outside(str(folder), str(root))
-    (link := tmp_path / 'link').symlink_to(root / 'train')
-    with pytest.raises(UserError, match='link/run: inside'):
-        opening.require_outside(f'{link}/run', str(root / 'train'))
-    opening.require_outside(str(root / 'train'), 'digits')
+def test_what_would_be_read_as_images_is_no_output_folder(root, tmp_path):
+    classes = root / 'train'
+    (tmp_path / 'link').symlink_to(classes)
+    (root / 'run/checkpoints/5').mkdir(parents=True)  # of a run that is resumed
+    inside = [('train/run', root), ('train', root), ('test/a/run', root), ('run', classes)]
+    inside += [('', classes), ('a/b', classes), ('link/run', classes), ('link/run', root)]
+    for name, data in inside:
+        folder = classes / name if data == classes and 'link' not in name else root / name
+        with pytest.raises(UserError, match=re.escape(f'{folder}: among the images of {data}')):
+            opening.require_outside(str(folder), 'digits', str(data))
+    outside = [root / 'run', root.parent / 'run', root / 'models', classes / '.runs/1']
+    for folder in [*map(str, outside), 'gs://bucket/run']:
+        opening.require_outside(folder, str(root), None, lambda split: None)
+    opening.require_outside(str(classes / '.runs/1'), str(classes), 'digits')
 
 
 def test_images_of_some_classes_alone_get_the_numbers_of_their_order(root):

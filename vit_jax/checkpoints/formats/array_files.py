@@ -137,7 +137,7 @@ def read_array_file(path: pathlib.Path) -> FileContents:
             with open_file(path) as file:
                 if not zipfile.is_zipfile(file):
                     raise DamagedFile('the end of the file is missing')
-                archive = zipfile.ZipFile(file)
+                archive = zipfile.ZipFile(file)  # closed with the file
                 is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
                 torch_pickles.reject_programs(archive.namelist())
                 damaged = archive.testzip() if is_torch else None  # torch compares no checksums

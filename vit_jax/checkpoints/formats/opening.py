@@ -191,13 +191,19 @@ def _parse(
 
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
-    """Parses the card in a safetensors file of vit_jax, not the JSON files next to it."""
+    """Parses the card in a safetensors file that vit_jax wrote.
+
+    The remarks name values in JSON files that differ from the card.
+    """
     card = records.from_dict(Card, json.loads(contents.metadata[CARD]), where='card')
     usual = form.usual_layout(card.model)
     stored = json.loads(contents.metadata.get(LAYOUT, '{}'))
     layout = records.from_dict(type(usual), vars(usual) | stored, where='layout')
-    edited = _find_edits(form.descriptions(card.model, card, layout), contents.descriptions)
-    remarks = [f'{name}: edited; ignored, because the weights contain a card' for name in edited]
+    written = form.descriptions(card.model, card, layout)
+    remarks = [
+        f'{file}: {key}={contents.descriptions[file][key]!r:.80} is ignored; the card counts'
+        for file, key in _find_differences(written, contents.descriptions)
+    ]
     return ParsedCheckpoint(
         card.model,
         layout,
@@ -208,12 +214,12 @@ def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[An
     )
 
 
-def _find_edits(
+def _find_differences(
     written: Mapping[str, Mapping[str, Any]], found: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Names the keys of JSON files whose values differ from those that vit_jax wrote."""
+) -> list[tuple[str, str]]:
+    """Returns the (file, key) of each value in JSON files that differs from the written one."""
     return [
-        f'{file}: {key}'
+        (file, key)
         for file, values in written.items()
         for key, value in json.loads(json.dumps(values)).items()
         if found.get(file, {}).get(key, value) != value

@@ -34,9 +34,10 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
     """Writes the program, which computes in float32, and returns notes for its users.
 
     Raises:
-      UserError: If the model does not have 3 channels, or has an untrained head.
+      UserError: If the model does not have 3 channels, or has an untrained head, or if a package
+        that jax needs is missing.
     """
-    has_flatbuffers = importlib.util.find_spec('flatbuffers') is not None  # for `export`
+    has_flatbuffers = importlib.util.find_spec('flatbuffers') is not None
     require(has_flatbuffers, "the stablehlo format needs: pip install 'vit_jax[export]'")
     channels, has_head = card.model.channels, card.model.num_classes is not None
     require(channels == 3, f'the stablehlo format needs 3 channels; the model has {channels=}')

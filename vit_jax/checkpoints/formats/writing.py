@@ -148,8 +148,8 @@ def _write_arrays(
         ends = *array_files.ENDINGS, array_files.INDEX, digests.FILE
         others = {f.name for f in place.glob('*') if f.name.endswith(ends)} - {form.file_name}
         require(not others, f'{place}: contains {", ".join(sorted(others)[:3])}; remove it first')
-        has_checkpoints = (place / store.FOLDER).exists()
-        require(not has_checkpoints, f'{place}: a work directory; choose another folder')
+        is_run = (place / 'events.jsonl').exists() or digests.list_steps(place / store.FOLDER)
+        require(not is_run, f'{place}: a work directory; choose another folder')
         make_folder(place)
         contents = {place / name: format_json(content) for name, content in files.items()}
         place = place / form.file_name

@@ -61,10 +61,15 @@ def open_splits(root: str) -> Splits:
 KIND = SourceKind('a folder of train/CLASS/*.jpg or CLASS/*.jpg', os.path.isdir, open_splits)
 
 
-def class_roots(data: str) -> list[str]:
-    """Returns the real paths of the folders that contain class folders."""
-    path = pathlib.Path(data)
-    return [os.path.realpath(folder) for folder in _split_folders(path).values() or [path]]
+def would_be_class(folder: str, data: str) -> bool:
+    """Returns whether a folder in DATA would be read as a class of images, or as a part of one."""
+    place, root = (pathlib.Path(os.path.realpath(path)) for path in (folder, data))
+    if not place.is_relative_to(root):
+        return False
+    parts = place.relative_to(root).parts
+    has_splits = not SPLIT_NAMES.isdisjoint([*folder_names(root), *parts[:1]])
+    is_in_split = parts[:1] != () and parts[0] in SPLIT_NAMES
+    return all(map(_is_visible, parts)) and (is_in_split or not has_splits)
 
 
 def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:

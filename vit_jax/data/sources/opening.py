@@ -1,6 +1,7 @@
 """Opens the data that the configuration's `data`, `split`, `labels` and `classes` describe."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -10,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vit_jax.base import records, require, storage
+from vit_jax.base import records, require
 from vit_jax.base.array_types import Bool
 from vit_jax.base.errors import MissingFile, UserError, plural, raise_all
-from vit_jax.base.storage import usable
+from vit_jax.base.storage import is_remote, usable
 from vit_jax.data.sources import folders
 from vit_jax.data.sources.base import (
     DataFunction,
@@ -142,8 +143,8 @@ def open_splits(
     Raises:
       UserError: If no kind recognizes `data`, or if it has no label columns to choose from.
     """
-    require(not storage.is_remote(data), f'data={data!r}: {_REMOTE}')
-    kind = next((kind for kind in KINDS if kind.recognizes(data)), None)
+    require(not is_remote(data), f'data={data!r}: {_REMOTE}')
+    kind = _find_kind(data)
     if kind is None:
         wrong = 'unknown kind of data' if os.path.exists(data) else 'no such file or folder'
         raise MissingFile(f'data={data!r}: {wrong}; expected {EXPECTED}')
@@ -153,16 +154,18 @@ def open_splits(
     return _with_held_out(kind.open_splits(data, *columns), held_out or HeldOut(), data)
 
 
-def require_outside(folder: str, data: str | DataFunction) -> None:
-    """Raises UserError if an output folder is among class folders, where it would be a class."""
-    if not isinstance(data, str) or storage.is_remote(folder):
-        return
-    if next((kind for kind in KINDS if kind.recognizes(data)), None) is folders.KIND:
-        place = os.path.realpath(folder)
-        for root in folders.class_roots(data):
-            is_inside = os.path.commonpath([place, root]) == root
-            text = f'{folder}: inside {root}, which has the images; choose another folder'
-            require(not is_inside, text)
+def require_outside(folder: str, *data: str | DataFunction | None) -> None:
+    """Raises UserError if what is written to a folder would be read as images of the data."""
+    for one in data:
+        if isinstance(one, str) and _find_kind(one) is folders.KIND and not is_remote(folder):
+            with contextlib.suppress(OSError):  # a folder that cannot be read is named later
+                text = f'{folder}: among the images of {one}; choose a folder outside of it'
+                require(not folders.would_be_class(folder, one), text)
+
+
+def _find_kind(data: str) -> SourceKind | None:
+    """Returns the first kind of data that recognizes `data`."""
+    return next((kind for kind in KINDS if kind.recognizes(data)), None)
 
 
 def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:

@@ -49,14 +49,19 @@ def open_splits(path: str) -> Splits:
     file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
     with usable(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
         text = read_text(file, Limit.TABLE_BYTES)
-    for line, values in _read_csv(text) if file.suffix.lower() == '.csv' else _read_jsonl(text):
+    is_csv = file.suffix.lower() == '.csv'
+    for line, values in _read_csv(text, path) if is_csv else _read_jsonl(text):
         try:
             rows.append(_parse_row(values, line))
         except UserError as error:
             faults.append(f'{path}, line {line}: {error}')
-    raise_all(faults + _contradictions(rows, path))
+    folder = os.path.abspath(file.parent)
+    images = [os.path.normpath(os.path.join(folder, row.path)) for row in rows]
+    raise_all(faults + _contradictions(rows, images, path))
     require(bool(rows), f'{path}: empty; expected a table of images')
-    _warn_of_traps(rows, path)
+    _warn_of_shared_images(rows, images, path)
+    if is_csv:
+        _warn_of_commas(rows, path)
     class_names = sort_class_names({name for row in rows for name in row.classes})
     number_of = {name: number for number, name in enumerate(class_names)}
     splits = sorted({row.split for row in rows})
@@ -76,12 +81,12 @@ KIND = SourceKind(
 )
 
 
-def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
-    """Returns messages about lines that contradict other lines."""
+def _contradictions(rows: Sequence[_Row], images: Sequence[str], path: str) -> list[str]:
+    """Returns messages about lines that contradict other lines; `images` are normalized paths."""
     with_split, faults = any(row.split for row in rows), list[str]()
     first = dict[str, _Row]()
-    for row in rows:
-        where, other = f'{path}, line {row.line}', first.setdefault(_locate(row, path), row)
+    for row, image in zip(rows, images, strict=True):
+        where, other = f'{path}, line {row.line}', first.setdefault(image, row)
         if row.multi_label != rows[0].multi_label:
             faults.append(f'{where}: mixes `label` and `labels`; expected the same on all lines')
         elif with_split and not row.split:
@@ -93,25 +98,25 @@ def _contradictions(rows: Sequence[_Row], path: str) -> list[str]:
     return faults
 
 
-def _warn_of_traps(rows: Sequence[_Row], path: str) -> None:
-    """Logs warnings of what is valid but rarely intended."""
-    first = dict[str, _Row]()
-    pairs = [(first.setdefault(_locate(row, path), row), row) for row in rows]
-    pairs = [(first_row, row) for first_row, row in pairs if first_row.split != row.split]
-    if pairs:
-        other, row = pairs[0]
-        splits = f'{other.split} (line {other.line}) and {row.split} (line {row.line})'
-        count = plural(len(pairs), 'image')
-        warn_once(f'{path}: {count} in more than one split, such as {row.path} in {splits}')
+def _warn_of_shared_images(rows: Sequence[_Row], images: Sequence[str], path: str) -> None:
+    """Logs a warning if images are in more than one split."""
+    first, shared = dict[str, _Row](), dict[str, str]()
+    for row, image in zip(rows, images, strict=True):
+        other = first.setdefault(image, row)
+        if other.split != row.split:
+            splits = f'{other.split} (line {other.line}) and {row.split} (line {row.line})'
+            shared.setdefault(image, f'{row.path} in {splits}')
+    if shared:
+        count, example = plural(len(shared), 'image'), next(iter(shared.values()))
+        warn_once(f'{path}: {count} in more than one split, such as {example}')
+
+
+def _warn_of_commas(rows: Sequence[_Row], path: str) -> None:
+    """Logs a warning if all images of a CSV file with `labels` have one label, some with commas."""
     joined = [row for row in rows if row.multi_label and ',' in ''.join(row.classes)]
-    if path.lower().endswith('.csv') and joined and all(len(row.classes) < 2 for row in rows):
+    if joined and all(len(row.classes) < 2 for row in rows):
         where, name = f'{path}, line {joined[0].line}', joined[0].classes[0]
-        warn_once(f'{where}: {name!r} is one class; separate several labels by semicolons')
-
-
-def _locate(row: _Row, path: str) -> str:
-    """Returns the path of an image without detours, such as `a/../b`."""
-    return os.path.normpath(os.path.join(os.path.abspath(os.path.dirname(path)), row.path))
+        warn_once(f'{where}: {name!r} is read as one label; separate several by semicolons')
 
 
 _COLUMNS = 'path', 'label', 'labels', 'split'  # other columns are ignored
@@ -119,7 +124,7 @@ _Line = tuple[int, Any]  # the line number, and the values of the line or a User
 _SURPLUS = 'more fields than columns; put fields that contain the separator in quotes'
 
 
-def _read_csv(text: str) -> Iterator[_Line]:
+def _read_csv(text: str, path: str) -> Iterator[_Line]:
     head = text.partition('\n')[0]
     delimiter = next((d for d in ',;\t' if d in head), ',')  # spreadsheets write all three
     reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter)
@@ -135,11 +140,11 @@ def _read_csv(text: str) -> Iterator[_Line]:
             )
         similar = difflib.get_close_matches('split', reader.fieldnames, n=1, cutoff=0.8)
         if similar and 'split' not in reader.fieldnames:
-            warn_once(f"the column {similar[0]!r} is ignored; did you mean 'split'?")
+            name = written[reader.fieldnames.index(similar[0])]
+            warn_once(f"{path}: column {name!r} is ignored; did you mean 'split'?")
         for cells in reader:
             surplus = cells.pop(None, ())
-            is_header = [*cells] == [str(text).strip().casefold() for text in cells.values()]
-            if is_header:
+            if [str(text).strip() for text in cells.values()] == written:
                 yield reader.line_num, UserError('repeats the names of the columns; remove it')
                 continue
             values: dict[str, Any] = {name: v for name, v in cells.items() if v is not None}

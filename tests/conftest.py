@@ -28,8 +28,8 @@ flags = [
     '--xla_llvm_disable_expensive_passes=true',
 ]
 if importlib.metadata.version('jaxlib').startswith('0.10.'):
-    # The older emitters need half as much time to compile. Later releases have only the new ones,
-    # and a flag that XLA does not know ends the process.
+    # The older emitters compile twice as fast. Later releases lack them, and XLA exits on a flag
+    # that it does not know.
     flags.append('--xla_cpu_use_fusion_emitters=false')
 if 'PYTEST_XDIST_WORKER' not in os.environ:  # a worker has them from the process that began it
     os.environ['XLA_FLAGS'] = ' '.join(flags)

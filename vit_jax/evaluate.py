@@ -78,11 +78,10 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         unused = [n for n in _NOT_IN_SUITES if vars(arguments)[n]]
         wrong = f'--{"".join(unused[:1])}: not used with --suite; leave it out'
         require(not unused, wrong)
-    else:
-        origin = lineage.find_source_run(arguments.checkpoint)
-        for folder in filter(None, (out, mistakes)):
-            require_outside(folder, arguments.data or (origin.data if origin else None))
     for folder in filter(None, (out, mistakes)):
+        if not arguments.suite:
+            origin = lineage.find_source_run(arguments.checkpoint)
+            require_outside(folder, arguments.data or (origin.data if origin else None))
         make_folder(folder)
     written = [SUITE] if arguments.suite else [NUMBERS, MATRIX, PICTURE, RELIABILITY]
     folders = (out, written), (mistakes, [MISTAKES, SHEET])

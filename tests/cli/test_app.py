@@ -306,9 +306,9 @@ def test_no_program_writes_among_the_images_that_it_reads(tmp_path, name, argume
     (tmp_path / 'cat').mkdir()
     program, out = importlib.import_module(f'vit_jax.{name}'), tmp_path / 'out'
     words = arguments.replace('DATA', str(tmp_path)).replace('OUT', str(out)).split()
-    with pytest.raises(UserError, match=f'{out}: among the images of {tmp_path}'):
+    with pytest.raises(UserError, match=f'{out}: inside the image folder {tmp_path}'):
         program.main(program.make_parser().parse_args(words))
-    with pytest.raises(UserError, match=f'{out}: among the images of {tmp_path}'):
+    with pytest.raises(UserError, match=f'{out}: inside the image folder {tmp_path}'):
         training_run.train(tiny.experiment(data=str(tmp_path)), str(out))
     assert not out.exists()
 

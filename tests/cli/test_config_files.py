@@ -156,8 +156,9 @@ def test_an_error_in_a_function_of_the_user_is_told_by_its_line(tmp_path, name, 
     function = config_files.load_function(f'{file}:{name}')
     with pytest.raises((NameError, ValueError)) as error:
         function('{')
-    found = config_files.describe_error_of_user(error.value)
-    assert re.search(described, found) if described else found is None
+    found = str(config_files.describe_error_of_user(error.value))
+    assert re.search(described or '^None$', found)
+    assert found.count('--traceback') == (described is not None)
 
 
 OWN = """

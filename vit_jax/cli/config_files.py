@@ -1,5 +1,6 @@
 """Reads the configuration file of `--config=FILE:ARGUMENT`."""
 
+import collections
 import contextlib
 import difflib
 import inspect
@@ -124,17 +125,20 @@ def _locate_errors(given: str, file: pathlib.Path) -> Iterator[None]:
 
 
 def describe_error_of_user(error: BaseException) -> str | None:
-    """Describes an error that a function of the user raised, or a library that it called.
+    """Describes an error raised by a function of the user or by a library that it called.
 
     Returns None for other errors. The user's functions are those in the configuration file that was
-    read last, and in files of its folder.
+    read last and in the other files of its folder.
     """
-    file = pathlib.Path(getattr(sys.modules.get(_MODULE), '__file__', None) or _PACKAGE)
+    if _MODULE not in sys.modules:
+        return None
+    file = pathlib.Path(str(sys.modules[_MODULE].__file__))
     frames = [each for each in _list_frames(error) if not _is_of_library(each.file)]
     if not frames or file.is_relative_to(_PACKAGE) or not _is_of_user(frames[-1].file, file):
         return None
     text = _describe(error, frames[-1].variables)
-    return f'{frames[-1].file}, line {frames[-1].line}: {text}; --traceback shows the calls'
+    hint = '' if '--traceback' in text else '; --traceback shows where'
+    return f'{frames[-1].file}, line {frames[-1].line}: {text}{hint}'
 
 
 class _Frame(NamedTuple):
@@ -151,7 +155,7 @@ def _list_frames(error: BaseException) -> list[_Frame]:
         _Frame(
             pathlib.Path(frame.f_code.co_filename).absolute(),
             line,
-            {**frame.f_globals, **frame.f_locals},
+            collections.ChainMap(frame.f_locals, frame.f_globals),
         )
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]

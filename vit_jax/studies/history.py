@@ -21,7 +21,7 @@ class History(NamedTuple):
     lines: list[dict[str, Any]]  # the lines of metrics.jsonl
     numbers: Numbers  # the metrics in these lines
     seconds: dict[str, float]  # wall time by activity, over all starts
-    step: int  # that of the last event, or a later one in metrics.jsonl
+    step: int  # the later of the last event's step and the last step in metrics.jsonl
     event: str  # last one in events.jsonl, such as `saving` or `complete`; '' without the file
     changes: list[tuple[int, str]]  # accepted changes of the configuration, and their steps
 

@@ -158,7 +158,7 @@ def test_what_would_be_read_as_images_is_no_output_folder(root, tmp_path):
     inside += [('', classes), ('a/b', classes), ('link/run', classes), ('link/run', root)]
     for name, data in inside:
         folder = classes / name if data == classes and 'link' not in name else root / name
-        with pytest.raises(UserError, match=re.escape(f'{folder}: among the images of {data}')):
+        with pytest.raises(UserError, match=re.escape(f'{folder}: inside the image folder {data}')):
             opening.require_outside(str(folder), 'digits', str(data))
     outside = [root / 'run', root.parent / 'run', root / 'models', classes / '.runs/1']
     for folder in [*map(str, outside), 'gs://bucket/run']:

@@ -201,7 +201,7 @@ def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[An
     layout = records.from_dict(type(usual), vars(usual) | stored, where='layout')
     written = form.descriptions(card.model, card, layout)
     remarks = [
-        f'{file}: {key}={contents.descriptions[file][key]!r:.80} is ignored; the card counts'
+        f'{file}: {key}={contents.descriptions[file][key]!r:.80} is ignored; the model card is used'
         for file, key in _find_differences(written, contents.descriptions)
     ]
     return ParsedCheckpoint(

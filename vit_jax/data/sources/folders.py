@@ -68,7 +68,7 @@ def would_be_class(folder: str, data: str) -> bool:
         return False
     parts = place.relative_to(root).parts
     has_splits = not SPLIT_NAMES.isdisjoint([*folder_names(root), *parts[:1]])
-    is_in_split = parts[:1] != () and parts[0] in SPLIT_NAMES
+    is_in_split = not SPLIT_NAMES.isdisjoint(parts[:1])
     return all(map(_is_visible, parts)) and (is_in_split or not has_splits)
 
 

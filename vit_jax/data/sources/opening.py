@@ -155,11 +155,11 @@ def open_splits(
 
 
 def require_outside(folder: str, *data: str | DataFunction | None) -> None:
-    """Raises UserError if what is written to a folder would be read as images of the data."""
+    """Raises UserError if files written to a folder would be read as input images."""
     for one in data:
         if isinstance(one, str) and _find_kind(one) is folders.KIND and not is_remote(folder):
             with contextlib.suppress(OSError):  # a folder that cannot be read is named later
-                text = f'{folder}: among the images of {one}; choose a folder outside of it'
+                text = f'{folder}: inside the image folder {one}; choose a folder outside of it'
                 require(not folders.would_be_class(folder, one), text)
 
 

@@ -112,7 +112,7 @@ def _warn_of_shared_images(rows: Sequence[_Row], images: Sequence[str], path: st
 
 
 def _warn_of_commas(rows: Sequence[_Row], path: str) -> None:
-    """Warns if each image of a CSV file with `labels` has one label, and some labels have commas."""
+    """Warns if each line of a CSV file with `labels` has one label, and some have commas."""
     joined = [row for row in rows if row.multi_label and ',' in ''.join(row.classes)]
     if joined and all(len(row.classes) < 2 for row in rows):
         where, name = f'{path}, line {joined[0].line}', joined[0].classes[0]

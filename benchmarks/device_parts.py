@@ -46,7 +46,7 @@ from vit_jax.models import (
 )
 from vit_jax.models.attention import Implementation, attend, supports_cudnn
 from vit_jax.pretrained import LoadedModel, save
-from vit_jax.training.distillation import Distillation
+from vit_jax.training.objectives import Distillation
 from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.training.sharpness import Sam
 

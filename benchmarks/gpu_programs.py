@@ -38,7 +38,7 @@ from vit_jax.models import (
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.objectives import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.training.sharpness import Sam
 from vit_jax.training.update import TrainState

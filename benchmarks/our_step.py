@@ -73,6 +73,6 @@ def trace_step(
         init = meshes.jit(experiment.functions.init, experiment.mesh, out_shardings=shardings)
         initial = jax.block_until_ready(init(experiment.values))
         placed = jax.device_put(batch, meshes.batch_sharding(experiment.mesh))
-        return initial, placed, experiment.values, experiment.teacher, math.inf
+        return initial, placed, experiment.values, experiment.frozen, math.inf
 
     return Step(experiment, lowered, make_inputs)

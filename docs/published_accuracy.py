@@ -57,7 +57,7 @@ def measure(row: dict[str, str], source: Source) -> bool:
         print(f'{row["name"]}: {error}')
         return False
     today, device = datetime.date.today().isoformat(), jax.devices()[0].device_kind
-    row |= {'measured': f'{100 * found.means["accuracy"]:.3f}', 'date': today, 'device': device}
+    row |= {'measured': f'{100 * found.metrics["accuracy"]:.3f}', 'date': today, 'device': device}
     print(f'{row["name"]}: published {row["published"] or "-"}, measured {row["measured"]}')
     return True
 

@@ -16,6 +16,7 @@ LAYERS = (
     {'cli', 'figures'},
     {'planning', 'studies'},
     {'experiment'},
+    {'tasks'},
     {'config'},
     {'evaluation'},
     {'pretrained'},

@@ -57,8 +57,8 @@ def test_every_number_is_the_one_that_the_logits_give(tmp_path):
     labels = np.array([names.index(NAMES[label]) for label in source.labels])
     predicted = logits.argmax(axis=1)
     found, expected = result(out), metrics.accuracy_score(labels, predicted)
-    assert found['means']['accuracy'] == pytest.approx(expected)
-    assert found['means']['top5_accuracy'] == pytest.approx(
+    assert found['metrics']['accuracy'] == pytest.approx(expected)
+    assert found['metrics']['top5_accuracy'] == pytest.approx(
         metrics.top_k_accuracy_score(labels, logits, k=5, labels=range(12))
     )
     with np.load(out / 'confusion.npz') as file:
@@ -154,7 +154,7 @@ def test_only_data_classes_are_predicted_on_request(tmp_path):
         part = logits[kept][:, columns]
         right = logits[kept][range(kept.sum()), labels[kept]]
         loss = (scipy.special.logsumexp(part, axis=1) - right).mean()
-        assert report.means['loss'] == pytest.approx(loss, rel=1e-5)
+        assert report.metrics['loss'] == pytest.approx(loss, rel=1e-5)
 
 
 def test_outputs_that_are_not_finite_are_an_error():
@@ -179,8 +179,8 @@ def test_other_labels_count_any_that_is_right(tmp_path):
     images = np.stack([network.preprocess(source.read(i)[0]) for i in range(1, 50)])
     difference = network.logits(images).argmax(axis=1) - labels[1:50]
     found = result(out)
-    assert found['means']['accuracy'] == pytest.approx(np.isin(difference, (0, 1, -9)).mean())
-    assert 'mean_average_precision' not in found['means'] and 'confusions' not in found
+    assert found['metrics']['accuracy'] == pytest.approx(np.isin(difference, (0, 1, -9)).mean())
+    assert 'mean_average_precision' not in found['metrics'] and 'confusions' not in found
 
 
 def network_with(classes, names=()):
@@ -253,7 +253,7 @@ def test_a_run_is_measured_on_what_it_held_out_and_training_images_are_counted(t
 
     for place in data, copy, None:  # None: the data of the run
         found = measured('first', place)
-        assert found['means'] == pytest.approx(reported, rel=1e-6)  # sums of other batches
+        assert found['metrics'] == pytest.approx(reported, rel=1e-6)  # sums of other batches
         assert found['images'] == 9 and found['trained_on'] == 0
     assert measured('first', copy, '--split=all')['trained_on'] == 21
     assert re.search(' 21 of .* 30 ', capsys.readouterr().out)

@@ -33,7 +33,7 @@ from vit_jax.models import Regularization, ViTConfig
 from vit_jax.models.config import Backbone
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.objectives import MaskedAutoencoder, MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 from vit_jax.training.sharpness import Sam
 
@@ -77,6 +77,7 @@ ADAM = base(
 SGD = base(optimizer=OptimizerConfig(kind='sgd', momentum=0.5))
 LONG, RSQRT = base(total=Duration(steps=1000)), base(schedule=ScheduleConfig(kind='rsqrt'))
 MASKED = base(objective=MaskedPatches())
+REMOVED = base(objective=MaskedAutoencoder(decoder_depth=2, decoder_width=16, decoder_heads=2))
 # The field, another value, and the experiment. The programs stay the same.
 VALUES = [
     *((f'augmentation.{name}', 0.7, AUGMENTED) for name in ('color_jitter', 'erasing')),
@@ -159,6 +160,10 @@ STRUCTURE = [
     ('objective', MaskedPatches(), base()),
     ('objective.fraction', 0.75, MASKED),
     ('objective.target', 'pixels', MASKED),
+    ('objective.decoder_depth', 1, REMOVED),
+    ('objective.decoder_width', 24, REMOVED),
+    ('objective.decoder_heads', 4, REMOVED),
+    ('objective.normalize_targets', False, REMOVED),
     ('loss.kind', 'sigmoid', base()),
     ('loss.label_smoothing', 0.1, base()),
     ('loss.binary_targets', True, base(loss=LossConfig(kind='sigmoid'))),
@@ -216,6 +221,7 @@ HOST = [
     ('writers', (print,), base()),
     ('evals', {'other': EvalConfig(split='train[:9]')}, base(eval_split='test')),
     ('eval_batch_size', 24, base()),
+    ('metrics', ('macro_f1',), base()),  # needs no further outputs of the programs
     ('fewshot', FewshotConfig(shots=(1,)), base()),
     ('mesh.max_replicated_fraction', 1.0, with_mesh()),
 ]

@@ -23,7 +23,8 @@ from vit_jax.data import three_augment
 from vit_jax.data.image_preprocessing import SimpleRandomCrop
 from vit_jax.data.three_augment import BRIGHTNESS, CONTRAST, SATURATION
 from vit_jax.models import build, variant
-from vit_jax.training.distillation import Distillation, distillation_loss
+from vit_jax.tasks.distillation import distillation_loss
+from vit_jax.training.objectives import Distillation
 from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 

@@ -93,9 +93,9 @@ def compiled(config: TrainConfig, devices=None):
     return experiment, init(experiment.values), functools.partial(_run_update, update, experiment)
 
 
-def _run_update(update, experiment, state, batch, teacher=None):
-    teacher = experiment.teacher if teacher is None else teacher
-    return update(state, batch, experiment.values, teacher, jnp.inf)
+def _run_update(update, experiment, state, batch, frozen=None):
+    frozen = experiment.frozen if frozen is None else frozen
+    return update(state, batch, experiment.values, frozen, jnp.inf)
 
 
 def images(batch: int = 2, config: ViTConfig | None = None) -> jax.Array:

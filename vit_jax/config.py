@@ -17,10 +17,10 @@ from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.models import Compute, Regularization, ResNetConfig, ViTConfig
 from vit_jax.models.config import Head
-from vit_jax.training.distillation import Distillation
 from vit_jax.training.duration import Duration, Interval, TrainLength
 from vit_jax.training.losses import Loss, LossConfig
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.metrics import Metric, MetricFunction, resolve_metrics
+from vit_jax.training.objectives import Distillation, MaskedAutoencoder, MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 from vit_jax.training.update import draw_patch_size
 
@@ -97,7 +97,7 @@ class TrainConfig(Record):
     batch_size: int = 256  # images per step, on all devices together
     accumulation_steps: int = 1  # number of parts of a batch for gradient accumulation
     patch_sizes: tuple[int, ...] = ()  # sizes drawn per step (FlexiViT); empty: the model's
-    objective: MaskedPatches | None = None  # self-supervised objective; None: classification
+    objective: MaskedPatches | MaskedAutoencoder | None = None  # None: classification
     loss: LossConfig | Loss = default(LossConfig)  # classification loss, or f(logits, targets)
     distillation: Distillation = default(Distillation)  # a teacher to learn from
     optimizer: OptimizerConfig = default(OptimizerConfig)  # optimizer and param groups
@@ -112,6 +112,7 @@ class TrainConfig(Record):
     # Logs, evaluations and checkpoints. An interval is a number of steps, or epoch.
     log_every_steps: Interval | None = None  # logging interval; None: 50 steps, or about 20 lines
     evals: dict[str, EvalConfig] = default(dict)  # evaluations by name; empty: test on eval_split
+    metrics: tuple[str | Metric | MetricFunction, ...] = ()  # further metrics of evaluations
     eval_every_steps: Interval | None = None  # interval of evaluations; None: about 10 evaluations
     eval_batch_size: int | None = None  # images per batch in evaluations; None: batch_size
     checkpoint_every_steps: Interval | None = None  # interval of checkpoints; None: only at the end
@@ -161,7 +162,8 @@ class TrainConfig(Record):
         both = self.evals and self.eval_split != 'test'
         require(not both, f'eval_split={self.eval_split!r}: not used with evals; set evals.*.split')
         if self.objective is not None:
-            self._check_objective()
+            self._check_unused(self.objective.unused)
+        resolve_metrics(self.metrics)
         is_off = self.patch_dropout_until is None or self.regularization.patch_dropout > 0
         wrong = 'patch_dropout_until: not used with regularization.patch_dropout=0; leave it out'
         require(is_off, wrong)
@@ -177,20 +179,12 @@ class TrainConfig(Record):
         has_model_head = self.model is not None and self.model.head != 'linear'
         require(not (has_model_head and self.head), 'head: model.head is also set; leave one out')
 
-    def _check_objective(self) -> None:
-        """Raises UserError for fields that are not used in masked patch prediction."""
-        has_head = self.head is not None or self.reuse_head or self.init_head is not None
-        unused = {
-            'loss': self.loss != LossConfig(),
-            'distillation': self.distillation.teacher is not None,
-            'patch_sizes': len(self.patch_sizes) > 0,
-            'head, reuse_head, init_head': has_head,
-        }
-        for name, one in self.evals.items():
-            unused[f'evals.{name}.labels'] = one.labels is not None
-            unused[f'evals.{name}.patch_size'] = one.patch_size is not None
-        for name, is_set in unused.items():
-            require(not is_set, f'{name}: not supported with objective; leave it out')
+    def _check_unused(self, paths: Sequence[str]) -> None:
+        """Raises UserError if a field is set that `objective` does not use."""
+        for path in paths:
+            for place, record, name in records.find_fields(self, path):
+                is_default = getattr(record, name) == records.default_of(type(record), name)
+                require(is_default, f'{place}: not supported with objective; leave it out')
 
     @property
     def evaluations(self) -> dict[str, EvalConfig]:
@@ -218,8 +212,8 @@ class TrainConfig(Record):
 _COMPUTE = 'remat', 'unroll', 'attention', 'layout', 'last_block'
 _SPEED = 'mesh', *(f'compute.{name}' for name in _COMPUTE)
 _LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads'
-_OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'tensorboard'
-_WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints', 'writers'
+_OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'metrics'
+_WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints', 'writers', 'tensorboard'
 _SELECTED = 'keep_best', 'patience'
 FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN, *_SELECTED
 

@@ -48,12 +48,21 @@ from vit_jax.evaluation.head import HeadReport, Prediction
 from vit_jax.figures import bitmaps
 from vit_jax.predict import open_output, require_new
 from vit_jax.pretrained import LoadedModel, load
-from vit_jax.studies import lineage, results
+from vit_jax.studies import lineage
+from vit_jax.training.metrics import SET_METRICS, find_metric, resolve_metrics
 
 NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
 RELIABILITY, SUITE = 'reliability.png', 'suite.json'
 MISTAKES, SHEET = 'mistakes.csv', 'mistakes.png'
-_NOT_IN_SUITES = 'split', 'labels', 'mistakes', 'predictions', 'by_order', 'only_data_classes'
+_NOT_IN_SUITES = (
+    'split',
+    'labels',
+    'mistakes',
+    'predictions',
+    'by_order',
+    'only_data_classes',
+    'metrics',
+)
 _MAX_LOGITS = 2**29  # logits that are kept for the calibration: 2 GiB
 _SHOWN = 10  # printed classes, and printed confusions
 _TILES = 48  # images in the contact sheet of mistakes
@@ -116,6 +125,7 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             relabeled=_are_relabeled(open_split, data, split, arguments.labels),
             only_data_classes=arguments.only_data_classes,
             calibrate=len(source) * len(source.class_names) <= _MAX_LOGITS,
+            further_metrics=arguments.metrics,
             watch=functools.partial(bar.track, total=total, description='batches'),
         )
     images, classes = plural(report.num_images, 'image'), plural(len(report.classes), 'class')
@@ -162,12 +172,13 @@ def _are_relabeled(open_split: Opener, data: str, split: str, labels: str | None
 
 def _describe_report(report: HeadReport) -> list[str]:
     """Formats the metrics, the worst classes and the most frequent confusions."""
-    means = dict(report.means)
+    lines = []
+    for name, value in report.metrics.items():
+        metric = find_metric(name)
+        lines.append(f'{metric.label:<24}{metric.format(value):>8}')
     if (found := report.calibration) is not None:
-        means['negative_log-likelihood'] = found.scores.nll
-        means['Brier_score'] = found.scores.brier
-    lines = [f'{_format_name(n):<24}{results.text_of(n, x):>8}' for n, x in means.items()]
-    if found is not None:
+        lines.append(f'{"negative log-likelihood":<24}{found.scores.nll:>8.4g}')
+        lines.append(f'{"Brier score":<24}{found.scores.brier:>8.4g}')
         lines.append(f'{"calibration error (ECE)":<24}{found.scores.calibration_error:>8.2%}')
         lines.append(f'{"temperature":<24}{found.temperature:>8.3g}  fitted to a random half')
         before, after = found.before, found.after
@@ -177,7 +188,7 @@ def _describe_report(report: HeadReport) -> list[str]:
     known = 'average_precision', 'recall', 'accuracy', 'precision'
     names = [name for name in known if name in report.classes[0]]
     worst = sorted(report.classes, key=lambda one: one[names[0]])[:_SHOWN]
-    heads = [*map(_format_name, names), 'images']
+    heads = [*(name.replace('_', ' ') for name in names), 'images']
     fewer = f' ({_SHOWN} with the lowest {heads[0]})' if _SHOWN < len(report.classes) else ''
     lines.append(f'\n  {"  ".join(f"{head:>7}" for head in heads)}  class{fewer}')
     for one in worst:
@@ -191,10 +202,6 @@ def _describe_report(report: HeadReport) -> list[str]:
         pair = output.escape_controls(f'{one["class"]}, predicted as {one["predicted"]}')
         lines.append(f'  {one["images"]:>6,}  {pair}')
     return lines
-
-
-def _format_name(name: str) -> str:
-    return name.replace('top5', 'top-5').replace('_', ' ')
 
 
 def _describe_settings(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -214,7 +221,7 @@ def _write_report(
     """Writes the metrics with the settings, the confusion matrix and the reliability diagram."""
     values = settings | {
         'images': report.num_images,
-        'means': {n: x if math.isfinite(x) else None for n, x in report.means.items()},
+        'metrics': {n: x if math.isfinite(x) else None for n, x in report.metrics.items()},
         'classes': report.classes,
     }
     names = [NUMBERS]
@@ -275,7 +282,9 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     """Prints a line per test set, and how to get the missing ones; writes suite.json."""
     class_names = imagenet_suite.get_class_names(loaded)
     root, unreadable = pathlib.Path(arguments.data or '.'), list[str]()
-    means, missing, mce = dict[str, dict[str, float]](), dict[str, str](), None
+    measured = dict[str, dict[str, float]]()
+    missing = dict[str, str]()
+    mce = None
     options = {'batch_size': arguments.batch_size, 'max_pixels': arguments.max_pixels}
     options['on_skipped'] = unreadable.append
     for test_set in imagenet_suite.TEST_SETS:
@@ -290,24 +299,33 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
                 print(f'{test_set.name}: skipped ({error}); in {root}, run: {test_set.command}')
             missing[test_set.name] = test_set.command
         else:
-            means[test_set.name] = found.means | {'images': found.num_images}
-            texts = [f'{_format_name(n)} {results.text_of(n, x)}' for n, x in found.means.items()]
+            numbers = found.metrics
+            measured[test_set.name] = numbers | {'images': found.num_images}
+            metrics = [(find_metric(name), value) for name, value in numbers.items()]
+            texts = [f'{metric.label} {metric.format(value)}' for metric, value in metrics]
             images = plural(found.num_images, 'image')
             print(f'{test_set.name:<22}{", ".join([*texts, images])}', flush=True)
-        mce = imagenet_suite.mean_corruption_error(means)
-        if arguments.out and means:
-            values = {'data': str(root), 'sets': means, 'mCE': mce, 'missing': missing}
+        mce = imagenet_suite.mean_corruption_error(measured)
+        if arguments.out and measured:
+            values = {'data': str(root), 'sets': measured, 'mCE': mce, 'missing': missing}
             values |= _describe_settings(loaded, arguments)
             write_json(pathlib.Path(arguments.out, SUITE), values)
-    require(bool(means), f'{root}: none of the test sets was evaluated')
+    require(bool(measured), f'{root}: none of the test sets was evaluated')
     if missing_c := [name for name in missing if name.startswith('c/')]:
         print(f'{"c":<22}no mCE: {plural(len(missing_c), "corruption")} missing')
     else:
         print(f'{"c":<22}mCE {mce:.2%}')
     if arguments.out:
         print(f'\nwritten: {os.path.join(arguments.out, SUITE)}')
-    readable = sum(int(each['images']) for each in means.values())
+    readable = sum(int(each['images']) for each in measured.values())
     return output.report_unreadable(unreadable, readable + len(unreadable))
+
+
+def _split_names(text: str) -> tuple[str, ...]:
+    """Returns the names of metrics in a list with commas. Raises UserError for an unknown name."""
+    names = tuple(name.strip() for name in text.split(',') if name.strip())
+    resolve_metrics(names)
+    return names
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -325,6 +343,8 @@ def make_parser() -> argparse.ArgumentParser:
     add('--by_order', action='store_true', help=text)
     text = 'predict only classes that occur in the data, as usual for ImageNet-A and -R'
     add('--only_data_classes', action='store_true', help=text)
+    text = f'further metrics of the whole data set: {", ".join(SET_METRICS)}'
+    add('--metrics', type=_split_names, default=(), metavar='NAME,...', help=text)
     text = 'evaluate on a suite of test sets, in subfolders of --data'
     add('--suite', choices=['imagenet'], help=text)
     text = 'directory for metrics, confusion matrix and reliability diagram; default: not written'

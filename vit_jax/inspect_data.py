@@ -25,8 +25,9 @@ from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import ImageInfo, SplitReport
 from vit_jax.data.sources.base import Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits, require_outside
-from vit_jax.experiment.build import check_labels, make_readers, open_start, resolve_preprocessing
+from vit_jax.experiment.build import make_readers, open_start, resolve_preprocessing
 from vit_jax.figures import bitmaps
+from vit_jax.tasks.making import make_task
 from vit_jax.training.duration import make_train_length
 from vit_jax.training.losses import make_targets
 from vit_jax.training.update import AUGMENT, make_purpose_key
@@ -95,7 +96,8 @@ def _open_parts(
     train, tests = open_split(config.train_split), {split: open_split(split) for split in own}
     tests = {split: source for split, source in tests.items() if source is not None}
     if train is not None:
-        problems += check_labels(config, train, tests)
+        task = make_task(config, num_classes=len(train.class_names), multi_label=train.multi_label)
+        problems += task.check_data(config, train, tests)
         problems.catch(loading.check_balance, train, config.loader)
         if config.total is not None:
             sizes = {'batch_size': config.batch_size, 'num_images': len(train)}

@@ -16,11 +16,9 @@ from vit_jax.base.errors import redact_url
 from vit_jax.base.storage import is_remote, usable
 from vit_jax.checkpoints import remote, transfer
 from vit_jax.checkpoints.card import Card, Hints
-from vit_jax.checkpoints.digests import digest_model
 from vit_jax.checkpoints.formats import opening, writing
 from vit_jax.checkpoints.formats.array_files import error_prefix
 from vit_jax.checkpoints.formats.base import Layout
-from vit_jax.checkpoints.formats.inference import NeedsHint
 from vit_jax.checkpoints.transfer import has_trained_head, head_params
 from vit_jax.data.image_decoding import decode, decode_pillow
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
@@ -39,7 +37,6 @@ from vit_jax.models import (
     with_highest_precision,
 )
 from vit_jax.models.taps import Reduction
-from vit_jax.training.distillation import Distillation
 
 ZERO_HEAD = (
     'the head is all zeros, as in the published ImageNet-21k files, so it cannot classify; '
@@ -137,13 +134,13 @@ class LoadedModel:
         host = jax.tree.map(np.asarray, params)
         return dataclasses.replace(self, card=card, params=host, origin=())
 
-    def place_teacher(
+    def place_frozen(
         self, compute: Compute, mesh: Mesh, config: MeshConfig, *, abstract: bool = False
     ) -> Params:
-        """Returns the parameters of this model as a teacher on the mesh, in `compute.dtype`.
+        """Returns the parameters of this model on the mesh, in `compute.dtype`.
 
         They are sharded like the train state, but without `config.rules`, which name arrays of the
-        student. With `abstract`, they are only shapes and shardings.
+        other model. With `abstract`, they are only shapes and shardings.
         """
         params = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.dtype(compute.dtype)), self.params)
         shardings = shardings_for(params, mesh, dataclasses.replace(config, rules=()))
@@ -355,40 +352,6 @@ def load(
         compute=Compute(dtype=dtype),
         origin=checkpoint.origin,
     )
-
-
-def load_teacher(
-    config: Distillation, class_names: Sequence[str]
-) -> tuple[Distillation, LoadedModel | None]:
-    """Loads the teacher, if any, without a head for `kind=features`.
-
-    Args:
-      config: The teacher.
-      class_names: The classes of the data. The teacher must have the same, if its head is used.
-
-    Returns:
-      `config` with the digest of the teacher and without secrets in its path, and the teacher.
-
-    Raises:
-      UserError: If the teacher cannot be loaded, or has other classes or another digest.
-    """
-    if config.teacher is None:
-        return config, None
-    where, has_head = 'config.distillation', config.kind != 'features'
-    try:
-        teacher = load(config.teacher, num_classes='keep' if has_head else None)
-        if has_head:
-            teacher.require_classes(class_names)
-    except NeedsHint as error:
-        advice = 'write another file with vit_jax.convert, and use it as the teacher'
-        raise UserError(f'{where}.teacher: {error} ({advice})') from error
-    except UserError as error:
-        raise UserError(f'{where}.teacher={remote.redact(config.teacher)}: {error}') from error
-    digest = digest_model(teacher.config, teacher.params, teacher.preprocessing)
-    wrong = f'{where}.digest: the teacher has {digest}; expected {config.digest}'
-    require(config.digest in (None, digest), f'{wrong}; use the same teacher, or set digest=none')
-    path = remote.redact(config.teacher)
-    return dataclasses.replace(config, teacher=path, digest=digest), teacher
 
 
 def _head_remarks(card: Card, params: Params) -> list[str]:

@@ -82,7 +82,7 @@ def _results(runs: Sequence[History]) -> Section:
         cells = [run.name, _state(run)]
         for name in names:
             values = [x for x in run.numbers.get(name, {}).values() if np.isfinite(x)]
-            cells.append(results.text_of(name, values[-1]) if values else '')
+            cells.append(results.text_of(name, values[-1], run.own_metrics) if values else '')
         if selects:
             cells.append(_describe_best(run))
         rows.append([*cells, reporter.format_duration(sum(run.seconds.values(), 0.0))])
@@ -98,7 +98,7 @@ def _describe_best(run: History) -> str:
         return ''
     name, evals = metric.partition('/')[0], run.config['evals']
     split = evals[name]['split'] if evals else run.config['eval_split']
-    value = results.text_of(metric, run.numbers[metric][step])
+    value = results.text_of(metric, run.numbers[metric][step], run.own_metrics)
     return f'{step:,}: {metric} {value} on {split}'
 
 

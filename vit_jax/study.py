@@ -38,6 +38,7 @@ from vit_jax.studies import planned_runs, results
 from vit_jax.studies.config import Study
 from vit_jax.studies.planned_runs import PlannedRun
 from vit_jax.studies.results import Measures, Row
+from vit_jax.training.metrics import find_metric, resolve_metrics
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # Without a traceback; the imports take seconds.
@@ -246,7 +247,7 @@ def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
         ticks={place: name for name, place in places.items()},
         unit='' if places else 'FLOP',
         joined=joined,
-        percent=results.is_percentage(draw.y),
+        percent=find_metric(draw.y, resolve_metrics(study.base.metrics)).unit == 'percent',
         logarithmic=draw.logarithmic,
     )
 

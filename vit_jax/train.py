@@ -15,6 +15,7 @@ from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import evaluator, probing
 from vit_jax.experiment import reporter, training_run
 from vit_jax.experiment.workdirs import METRICS
+from vit_jax.tasks.making import make_task
 from vit_jax.training.losses import LossConfig
 
 # Fields that select images. `next_command` repeats the fields that differ from their defaults.
@@ -36,7 +37,9 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     if job.index != 0:
         return 0
     few_shot = f'; {probing.summarize(result.fewshot)}' if result.fewshot else ''
-    print(f'\nreached    {evaluator.summarize_evals(result.evals)}{few_shot}')
+    print(
+        f'\nreached    {evaluator.summarize_evals(result.evals, result.experiment.shown)}{few_shot}'
+    )
     if skipped := result.reporter.skipped_images:
         times = plural(skipped, 'time')
         print(f'skipped    unreadable training images were skipped {times}')
@@ -82,7 +85,8 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
     if not isinstance(config.data, str):
         return None
     values = {'start_from': checkpoint, 'data': config.data}
-    if config.start_from is not None and config.objective is None:
+    uses_labels = make_task(config, num_classes=1).uses_labels
+    if config.start_from is not None and uses_labels:
         words = ['evaluate', checkpoint, f'--data={config.data}']
         name = (config.keep_best or '').partition('/')[0]
         if name and config.evaluations[name].split.startswith('train'):

@@ -15,7 +15,7 @@ Command: python -m vit_jax.train --config=configs/pretrain/cifar10_masked.py --w
 from vit_jax.config import TrainConfig
 from vit_jax.configs.pretrain import cifar10
 from vit_jax.training.duration import Duration
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.objectives import MaskedPatches
 
 
 def get_config() -> TrainConfig:

@@ -15,8 +15,8 @@ from vit_jax.config import TrainConfig
 from vit_jax.configs import quickstart
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.models import ViTConfig
-from vit_jax.training.distillation import Distillation
 from vit_jax.training.losses import LossConfig
+from vit_jax.training.objectives import Distillation
 
 
 def get_config(teacher: str = '/tmp/vit/quickstart') -> TrainConfig:

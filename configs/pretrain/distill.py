@@ -18,8 +18,8 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing
 from vit_jax.models import variant
-from vit_jax.training.distillation import Distillation
 from vit_jax.training.duration import Duration
+from vit_jax.training.objectives import Distillation
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 ARGUMENTS = 'bit_i1k', 'deit3_S', 'deit3_B'

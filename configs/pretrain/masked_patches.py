@@ -21,7 +21,7 @@ from vit_jax.configs.pretrain import vit
 from vit_jax.models import variant
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.objectives import MaskedPatches
 from vit_jax.training.optimizer import ScheduleConfig
 
 ARGUMENTS = tuple(vit.DATA)

@@ -18,7 +18,7 @@ from vit_jax.configs.pretrain import vit as pretraining
 from vit_jax.configs.studies import base
 from vit_jax.studies.config import Grid, PlotConfig, Study
 from vit_jax.training.duration import Duration
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.objectives import MaskedPatches
 
 SHARES = {'small': ('10%', '100%'), 'full': ('1%', '10%', '100%')}
 ARGUMENTS = 'small', 'full'

@@ -16,16 +16,21 @@ from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import make_reader
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.evaluation import evaluator, features, head
+from vit_jax.evaluation import features, head
 from vit_jax.evaluation.evaluator import (
     batches_on_all_devices,
     find_eval_interval,
     make_evaluator,
-    with_scaled_targets,
 )
 from vit_jax.experiment import training_run
 from vit_jax.training.duration import Duration, make_train_length
-from vit_jax.training.losses import LossConfig, make_loss, make_targets, sum_examples
+from vit_jax.training.losses import (
+    LossConfig,
+    make_loss,
+    make_targets,
+    sum_examples,
+    with_scaled_targets,
+)
 
 VALUES = np.arange(1, 51, dtype=np.uint8)  # the pixels of each image
 IMAGES = np.broadcast_to(VALUES[:, None, None], (50, 8, 8))
@@ -65,8 +70,8 @@ def test_means_are_over_images_whatever_the_batches(count):
     measure = make_evaluator(pixel_sums, batches_on_all_devices(reader, 8))
     indices = np.random.default_rng(0).permutation(50)[:count]
     found = measure.evaluate({'scale': 2.0}, reader, indices)
-    assert found.means['pixel'] == pytest.approx(2 * VALUES[indices].mean())
-    assert found.means['label'] == pytest.approx(SOURCE.labels[indices].mean())
+    assert found.metrics['pixel'] == pytest.approx(2 * VALUES[indices].mean())
+    assert found.metrics['label'] == pytest.approx(SOURCE.labels[indices].mean())
     np.testing.assert_array_equal(found.outputs['pixels'], VALUES[indices])
     assert found.num_images == count and found.readable.all()
 
@@ -75,7 +80,7 @@ def test_unreadable_images_are_left_out_if_the_reader_skips_them():
     reader = reader_of(with_unreadable(SOURCE, 3, 49), on_unreadable='skip')
     measure = make_evaluator(pixel_sums, batches_on_all_devices(reader, 8))
     found = measure.evaluate({'scale': 1.0}, reader)
-    assert found.means['pixel'] == pytest.approx(np.delete(VALUES, [3, 49]).mean())
+    assert found.metrics['pixel'] == pytest.approx(np.delete(VALUES, [3, 49]).mean())
     assert np.flatnonzero(~found.readable).tolist() == [3, 49] and found.num_images == 48
     reader = reader_of(with_unreadable(SOURCE, *range(50)), on_unreadable='skip')
     measure = make_evaluator(pixel_sums, batches_on_all_devices(reader, 8))
@@ -107,8 +112,8 @@ def test_evaluators_of_equal_shapes_compute_their_own_function():
     params = {'scale': jax.ShapeDtypeStruct((), jnp.float32)}
     one, two = (make_evaluator(f, batches).compile(params, reader) for f in (pixel_sums, doubled))
     params = {'scale': jnp.float32(1)}
-    mean = one.evaluate(params, reader).means['pixel']
-    assert two.evaluate(params, reader).means['pixel'] == pytest.approx(2 * mean)
+    mean = one.evaluate(params, reader).metrics['pixel']
+    assert two.evaluate(params, reader).metrics['pixel'] == pytest.approx(2 * mean)
 
 
 def log_softmax(logits):
@@ -147,10 +152,10 @@ def test_training_and_evaluate_report_what_the_logits_give(tmp_path):
         path = None if name == 'own' else str(tmp_path / 'real.json')
         reader = head.make_model_reader(trained, opened('digits', 'test[:50]', path))
         measured = head.evaluate_head(trained, reader, batch_size=16, relabeled=name == 'real')
-        for means in reported[name], measured.means:
+        for means in reported[name], measured.metrics:
             assert means['accuracy'] == pytest.approx(expected['accuracy'])
             assert means['loss'] == pytest.approx(expected['loss'], rel=1e-6)
-        assert reported[name] == measured.means
+        assert reported[name] == measured.metrics
     assert reported['own']['loss'] != reported['real']['loss']
 
 
@@ -170,30 +175,6 @@ def test_features_are_those_of_the_model_and_nan_if_unreadable():
     broken = jax.tree.map(lambda leaf: np.full_like(leaf, np.inf), network.params)
     with pytest.raises(UserError, match=r'data\[4\]'):
         features.make_feature_function(extract, broken)(reader, indices)
-
-
-def test_the_mean_of_average_precisions_is_over_classes_with_images():
-    def perfect(params, batch):
-        targets = jax.nn.one_hot(batch['labels'], 4)  # the fourth class has no image
-        return sum_examples({}, batch['mask'], {'logits': targets, 'targets': targets})
-
-    reader = reader_of(SOURCE)
-    made = make_evaluator(perfect, batches_on_all_devices(reader, 8))
-    assert made.evaluate({}, reader).means == {'mean_average_precision': 1.0}
-    assert made.list_metrics({}, reader) == ['mean_average_precision']
-
-
-def test_average_precision_is_the_mean_precision_at_each_hit():
-    scores = np.array([[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.1, 0.4]])
-    targets = np.array([[1, 0], [0, 0], [1, 1], [0, 0]])
-    expected = [(1 + 2 / 3) / 2, 1 / 2]  # class 0: hits at ranks 1 and 3; class 1: at rank 2
-    np.testing.assert_allclose(evaluator.average_precisions(scores, targets), expected)
-    with_absent = np.pad(targets, ((0, 0), (0, 1)))
-    scores = np.pad(scores, ((0, 0), (0, 1)))
-    found = evaluator.average_precisions(scores, with_absent)
-    np.testing.assert_allclose(found, [*expected, np.nan])  # a class of no image has no precision
-    with pytest.raises(UserError, match='4 images'):
-        evaluator.average_precisions(scores, 0 * with_absent)
 
 
 def test_evaluations_are_about_ten_and_of_at_most_a_fifth_as_many_images_as_are_trained_on():

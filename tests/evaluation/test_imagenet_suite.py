@@ -51,7 +51,7 @@ def run(name, model, root):
     names = imagenet_suite.get_class_names(model)
     source = renumber_classes(SETS[name].open(root), names)
     report = imagenet_suite.evaluate(SETS[name], model, source, batch_size=32)
-    return report.means | {'images': report.num_images}
+    return report.metrics | {'images': report.num_images}
 
 
 def accuracy_by_hand(network, paths, labels, allowed, cut=0):

@@ -81,7 +81,7 @@ def test_a_complete_run_continues_with_more_patience(whole, tmp_path):
 
 
 REJECTED = [
-    ({'keep_best': 'val/top1'}, 'end/top5_accuracy, val/accuracy, val/loss'),
+    ({'keep_best': 'val/top1'}, 'end/macro_f1, val/accuracy, val/loss'),
     ({'keep_best': 'fewshot/1_shot_accuracy', 'fewshot': FewshotConfig()}, 'val/accuracy'),
     ({'keep_best': 'end/loss'}, '--config.evals.end.every_steps=6'),
     ({'keep_best': None}, 'keep_best'),

@@ -24,7 +24,7 @@ def choice(memory, optimizer='adamw', *, fsdp=1, teacher=None, **changes):
     mesh = mock.Mock(spec=Mesh, local_devices=[device])
     mesh.shape = {'data': 8 // fsdp, 'fsdp': fsdp, 'tensor': 1}
     values = {'optimizer': OptimizerConfig(kind=optimizer), 'batch_size': 512} | changes
-    options = {'planned': False, 'teacher': teacher}
+    options = {'planned': False, 'frozen': teacher}
     return resolve_compute_on_mesh(tiny.experiment(**values), MODEL, mesh, **options)
 
 

@@ -20,7 +20,7 @@ from vit_jax.experiment.build import build_experiment
 from vit_jax.models import build
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.objectives import MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 FEWSHOT = FewshotConfig(shots=(1,), seeds=(0,), sets={'digits': ProbeSet(test_split='test[:50]')})

@@ -23,7 +23,7 @@ from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Regularization
 from vit_jax.training.duration import Duration
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.objectives import MaskedPatches
 from vit_jax.training.update import draw_patch_size
 
 SIZES = 2, 4, 8

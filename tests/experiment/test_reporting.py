@@ -21,6 +21,7 @@ from vit_jax.experiment.reporter import Reporter, read_events, sum_seconds
 from vit_jax.training.duration import TrainLength
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
+from vit_jax.training.metrics import METRICS
 
 
 @functools.cache
@@ -86,10 +87,12 @@ def test_skipped_updates_are_counted_said_and_part_of_no_mean(tmp_path, capsys):
     assert re.search('step 25: .*loss nan, gradient_norm 1.0', capsys.readouterr().out)
 
 
-def test_what_is_not_right_or_wrong_has_its_loss_alone():
+def test_an_evaluation_shows_those_metrics_that_it_has():
     with_accuracy = {'loss': 2.0, 'accuracy': 0.5}
     evaluated = {'test': with_accuracy, 'pixels': {'loss': 0.25}}
-    assert summarize_evals(evaluated) == 'test accuracy 50.00%; pixels loss 0.2500'
+    shown = [METRICS['loss'], METRICS['accuracy']]
+    expected = 'test loss 2, accuracy 50.00%; pixels loss 0.25'
+    assert summarize_evals(evaluated, shown) == expected
 
 
 def test_the_seconds_of_all_starts_add_up(tmp_path, monkeypatch):

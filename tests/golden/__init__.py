@@ -16,7 +16,7 @@ import pathlib
 from tests import tiny
 from vit_jax.base import records
 from vit_jax.studies.config import Study
-from vit_jax.training.distillation import Distillation
+from vit_jax.training.objectives import Distillation
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 HASHES = pathlib.Path(__file__).parent / 'hashes.txt'

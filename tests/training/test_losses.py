@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from vit_jax.base.errors import UserError
-from vit_jax.training.losses import LossConfig, example_metrics, make_loss, make_targets
+from vit_jax.training.losses import LossConfig, make_loss, make_targets
+from vit_jax.training.metrics import example_metrics
 
 LOGITS = jnp.array([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
 LABELS = jnp.array([0, 2])

@@ -123,6 +123,32 @@ def field_type(cls: Any, name: str, where: str) -> Any:
     return fields[name]
 
 
+def default_of(cls: Any, name: str) -> Any:
+    """Returns the default value of a field that has one."""
+    (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
+
+
+def find_fields(record: Record, path: str) -> list[tuple[str, Record, str]]:
+    """Finds the fields that a path names; `*` stands for each key of a dictionary of records.
+
+    Returns the path of each field, the record that contains it, and its name there.
+    """
+    *parents, name = path.split('.')
+    holders: dict[str, Any] = {'': record}
+    for parent in parents:
+        holders = {
+            f'{where}{key}.': value
+            for where, holder in holders.items()
+            for key, value in (
+                holder.items() if parent == '*' else [(parent, getattr(holder, parent))]
+            )
+        }
+    return [(f'{where}{name}', holder, name) for where, holder in holders.items()]
+
+
 def closest(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: a similar known name, or known names."""
     known = sorted(known)

@@ -1,4 +1,4 @@
-"""The evaluator, which computes mean metrics over whole data sets, and outputs of each image.
+"""The evaluator, which measures metrics of whole data sets, and outputs of each image.
 
 Training, `evaluate` and `fewshot` use it. An evaluator applies a function of (params, batch),
 jitted for the mesh, to all images in order. Evaluations share a compiled program only if they use
@@ -9,26 +9,25 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Bool, Float, Int, Num, Params, require
+from vit_jax.base import Array, Batch, Bool, Int, Num, Params, require
 from vit_jax.data import loading
 from vit_jax.data.loading import ImageReader, Loader, LoaderConfig
 from vit_jax.distributed import meshes
 from vit_jax.training.duration import Interval, TrainLength
-from vit_jax.training.losses import BatchSums, Loss
+from vit_jax.training.losses import BatchSums
+from vit_jax.training.metrics import Metric
 
 # Wraps an iterator of batches, for example to show progress.
 Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
 # Maps (params, batch, *arguments) to sums, mask and outputs of the examples.
 EvalStep = Callable[..., tuple[dict[str, Array], Array, dict[str, Array]]]
-_PRECISION_OUTPUTS = {'logits', 'targets'}  # outputs that the mean average precision needs
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
 # By default, each evaluation runs 10 times. If it would evaluate more than a fifth as many images
 # as training uses, it runs fewer times, but at least once. Training on an image takes three times
@@ -78,15 +77,11 @@ def batches_on_all_devices(reader: ImageReader, batch_size: int) -> BatchMaker:
 
 
 class Evaluation(NamedTuple):
-    """Results over the images that could be read.
+    """Results over the images that could be read."""
 
-    If `outputs` include `logits` and `targets` (r k), `means` include the `mean_average_precision`.
-    """
-
-    means: dict[str, float]  # means over images, by name
+    metrics: dict[str, float]  # means over images, and metrics of the whole set, by name
     outputs: dict[str, Num[np.ndarray, 'r ...']]  # outputs of each readable image in order, by name
     readable: Bool[np.ndarray, 'n']  # whether each image could be read
-    average_precisions: Float[np.ndarray, 'k'] | None = None  # of each class
 
     @property
     def num_images(self) -> int:
@@ -101,6 +96,7 @@ class Evaluator:
     step: Any  # an `EvalStep`, jitted or compiled
     batches: BatchMaker
     arguments: tuple[Any, ...] = ()  # further arguments of `step`, on the devices or abstract
+    metrics: Sequence[Metric] = ()  # metrics of whole data sets, besides the means of `step`
 
     def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
         """Returns the evaluator compiled for abstract parameters and the batches of a reader."""
@@ -109,10 +105,10 @@ class Evaluator:
         return dataclasses.replace(self, step=step)
 
     def list_metrics(self, params: Params, reader: ImageReader) -> list[str]:
-        """Lists the names of `Evaluation.means`, for abstract parameters."""
+        """Lists the names of `Evaluation.metrics`, for abstract parameters."""
         batch = self.batches.abstract(reader)
-        sums, _, outputs = jax.eval_shape(self.step, params, batch, *self.arguments)
-        return [*sums, *(['mean_average_precision'] if _PRECISION_OUTPUTS <= {*outputs} else [])]
+        sums, _, _ = jax.eval_shape(self.step, params, batch, *self.arguments)
+        return [*sums, *(metric.name for metric in self.metrics)]
 
     def evaluate(
         self,
@@ -155,17 +151,16 @@ class Evaluator:
         require(examples > 0 or not may_skip, f'none of {count:,} images can be read')
         if examples != readable.sum() or (examples < count and not may_skip):
             raise AssertionError(f'evaluated {examples} of {count} images')
-        means = {name: total / examples for name, total in totals.items()}
+        metrics = {name: total / examples for name, total in totals.items()}
         arrays = {name: np.concatenate(values) for name, values in parts.items()}
-        precisions = None
-        if _PRECISION_OUTPUTS <= {*arrays}:
-            precisions = average_precisions(arrays['logits'], arrays['targets'])
-            means['mean_average_precision'] = float(np.nanmean(precisions))
-        return Evaluation(means, arrays, readable, average_precisions=precisions)
+        metrics |= {metric.name: metric.measure(arrays) for metric in self.metrics}
+        return Evaluation(metrics, arrays, readable)
 
 
 def make_evaluator(
-    function: Callable[[Params, Batch], BatchSums], batches: BatchMaker
+    function: Callable[[Params, Batch], BatchSums],
+    batches: BatchMaker,
+    metrics: Sequence[Metric] = (),
 ) -> Evaluator:
     """Makes an evaluator from a function that sums over the examples of a batch.
 
@@ -173,8 +168,10 @@ def make_evaluator(
       function: Maps (params, batch) to `BatchSums`, such as the function that `make_loss_sums`
         returns.
       batches: Makes the batches.
+      metrics: Metrics of whole data sets. `function` returns the outputs that they need.
     """
-    return make_step_evaluator(meshes.with_mesh(batches.mesh, as_step(function)), batches)
+    step = meshes.with_mesh(batches.mesh, as_step(function))
+    return dataclasses.replace(make_step_evaluator(step, batches), metrics=metrics)
 
 
 def make_step_evaluator(step: EvalStep, batches: BatchMaker, *arguments: Any) -> Evaluator:
@@ -198,52 +195,14 @@ def as_step(function: Callable[..., BatchSums]) -> EvalStep:
     return step
 
 
-def summarize_evals(evals: dict[str, dict[str, float]]) -> str:
-    """Formats the metrics of evaluations in one line."""
-    parts = []
+def summarize_evals(evals: Mapping[str, Mapping[str, float]], shown: Sequence[Metric]) -> str:
+    """Formats the metrics of evaluations that are shown, in one line."""
+    texts = []
     for name, numbers in evals.items():
-        loss = f'loss {numbers["loss"]:.4f}'  # masked patch prediction may have no accuracy
-        text = f'accuracy {numbers["accuracy"]:.2%}' if 'accuracy' in numbers else loss
-        precision = numbers.get('mean_average_precision')
-        text += '' if precision is None else f', mean average precision {precision:.2%}'
-        parts.append(f'{name} {text}')
-    return '; '.join(parts)
-
-
-def with_scaled_targets(loss: Loss) -> Loss:
-    """Returns the loss with multi-hot targets scaled to sum to one (any of the classes is right).
-
-    Targets without a class stay zero.
-    """
-
-    def scaled(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
-        return loss(logits, targets / jnp.maximum(1, targets.sum(axis=-1, keepdims=True)))
-
-    return scaled
-
-
-def logits_and_targets(
-    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
-) -> dict[str, Float[Array, 'b k']]:
-    """Returns the outputs of each example that the mean average precision needs."""
-    return {'logits': logits, 'targets': targets}
-
-
-def average_precisions(
-    logits: Float[np.ndarray, 'n k'], targets: Num[np.ndarray, 'n k']
-) -> Float[np.ndarray, 'k']:
-    """Computes the average precision of each class; NaN for classes without images.
-
-    Raises:
-      UserError: If no image has a class.
-    """
-    from sklearn.metrics import average_precision_score
-
-    precisions, present = np.full(targets.shape[1], np.nan), targets.any(axis=0)
-    require(bool(present.any()), f'none of {len(targets):,} images has a class')
-    scores = average_precision_score(targets[:, present], logits[:, present], average=None)
-    precisions[present] = scores
-    return precisions
+        found = [metric for metric in shown if metric.name in numbers]
+        text = ', '.join(f'{each.label} {each.format(numbers[each.name])}' for each in found)
+        texts.append(f'{name} {text}')
+    return '; '.join(texts)
 
 
 def find_eval_interval(length: TrainLength, every: Interval | None, num_images: int) -> int:
@@ -256,51 +215,60 @@ def find_eval_interval(length: TrainLength, every: Interval | None, num_images: 
     return length.interval_steps(every) or -(-length.total_steps // count)
 
 
-def lower_is_better(metric: str) -> bool:
-    """Returns whether the metric is a loss, so lower is better. `metric`: NAME or KIND/NAME."""
-    return metric.rpartition('/')[2] == 'loss'
-
-
 @dataclasses.dataclass
 class Selection:
     """The best evaluation so far by one metric, and the later evaluations.
 
-    Checkpoints contain it as JSON values. A run that resumes at the step of an evaluation evaluates
-    again, so recording a step twice has no effect.
+    A run that resumes at the step of an evaluation evaluates again, so recording a step twice has
+    no effect.
     """
 
     evaluation: str  # name of the evaluation
-    metric: str  # name of its metric, such as accuracy
+    metric: Metric  # the metric, such as accuracy
     split: str  # the evaluated split, such as train[90%:]
     patience: int | None = None  # stop after this many evaluations without improvement
     step: int | None = None  # step of the best evaluation; None: no finite value yet
     value: float = 0.0  # the best value
-    since: list[int] = dataclasses.field(default_factory=list)  # steps of the later evaluations
+    later_steps: list[int] = dataclasses.field(default_factory=list)  # steps of later evaluations
 
     def record(self, step: int, value: float) -> bool:
         """Records the value at a step. Returns whether it is the best; NaN and infinity never are.
 
         Of equal values, the first is the best.
         """
-        sign = -1 if lower_is_better(self.metric) else 1
-        is_better = self.step is None or sign * value > sign * self.value
+        is_better = self.step is None or self.metric.is_better(value, self.value)
         if math.isfinite(value) and is_better:
-            self.step, self.value, self.since = step, value, []
-        elif step not in (self.step, *self.since):
-            self.since.append(step)
+            self.step = step
+            self.value = value
+            self.later_steps = []
+        elif step not in (self.step, *self.later_steps):
+            self.later_steps.append(step)
         return step == self.step
 
     @property
     def is_exhausted(self) -> bool:
         """Whether `patience` evaluations in a row did not improve on the best one."""
-        return self.patience is not None and len(self.since) >= self.patience
+        return self.patience is not None and len(self.later_steps) >= self.patience
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the selection as JSON values for a checkpoint."""
+        return {
+            'evaluation': self.evaluation,
+            'metric': self.metric.name,
+            'split': self.split,
+            'step': self.step,
+            'value': self.value,
+            'later_steps': self.later_steps,
+        }
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Continues a saved selection, unless it is by another metric or split."""
-        if all(saved[name] == getattr(self, name) for name in ('evaluation', 'metric', 'split')):
-            self.step, self.value, self.since = saved['step'], saved['value'], saved['since']
+        """Continues a selection of `to_dict`, unless it is by another metric or split."""
+        own = self.to_dict()
+        if all(saved[name] == own[name] for name in ('evaluation', 'metric', 'split')):
+            self.step = saved['step']
+            self.value = saved['value']
+            self.later_steps = saved['later_steps']
 
     def __str__(self) -> str:
-        value = f'{self.value:.4f}' if lower_is_better(self.metric) else f'{self.value:.2%}'
-        name = f'{self.evaluation} {self.metric.replace("_", " ")}'
-        return f'{name} {value} (validation, on {self.split})'
+        value = self.metric.format(self.value)
+        return f'{self.evaluation} {self.metric.label} {value} (validation, on {self.split})'

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Array, Bool, Float, Int, Key, Num, Params, UserError, plural, require
+from vit_jax.base import Batch, Bool, Float, Int, Num, Params, UserError, plural, require
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
 from vit_jax.data.loading import ImageReader
@@ -20,14 +20,12 @@ from vit_jax.evaluation.evaluator import (
     Evaluation,
     Watch,
     batches_on_all_devices,
-    logits_and_targets,
     make_evaluator,
-    with_scaled_targets,
 )
 from vit_jax.models import with_highest_precision
 from vit_jax.pretrained import LoadedModel
-from vit_jax.training import losses
-from vit_jax.training.update import make_loss_sums
+from vit_jax.training import losses, metrics
+from vit_jax.training.metrics import Metric, MetricFunction
 
 # Logit of a class that cannot be predicted. With -inf, the loss would be NaN.
 _EXCLUDED = -1e30
@@ -48,7 +46,7 @@ class HeadReport(NamedTuple):
     """Metrics over the readable images, overall, per class and per image."""
 
     num_images: int  # number of readable images
-    means: dict[str, float]  # mean loss and metrics, by name
+    metrics: dict[str, float]  # mean loss and metrics, by name
     classes: list[dict[str, Any]]  # `class`, `images` and metrics of each class with images
     names: list[str]  # classes of the rows and columns of `confusion`
     confusion: Int[np.ndarray, 'k k'] | None  # images by (class, prediction); None: multi-label
@@ -118,6 +116,7 @@ def evaluate_head(
     relabeled: bool = False,
     only_data_classes: bool = False,
     calibrate: bool = True,
+    further_metrics: Sequence[str | Metric | MetricFunction] = (),
     watch: Watch = iter,
 ) -> HeadReport:
     """Evaluates the predictions of a checkpoint.
@@ -126,8 +125,8 @@ def evaluate_head(
     cross-entropy, without label smoothing.
 
     Images with several classes are evaluated in one of two ways. If the labels are `relabeled`, or
-    the model was trained with softmax, predicting any of the classes is correct. Otherwise the mean
-    average precision is computed.
+    the model was trained with softmax, predicting any of the classes is correct, and metrics of the
+    whole data set are not measured. Otherwise they include the mean average precision.
 
     Args:
       loaded: Checkpoint.
@@ -138,6 +137,8 @@ def evaluate_head(
       only_data_classes: Whether to predict only classes that occur in the data, as usual for
         ImageNet-A and ImageNet-R, which have 200 of 1,000 classes.
       calibrate: Whether to compute the calibration, for which the logits of all images are kept.
+      further_metrics: Metrics of the whole data set besides those of a training run, as in
+        `config.metrics`.
       watch: Wraps the iterator of batches, for example to show progress.
 
     Raises:
@@ -149,31 +150,32 @@ def evaluate_head(
     kind: losses.LossKind = 'sigmoid' if loaded.card.loss == 'sigmoid' else 'softmax'
     loss = losses.make_loss(losses.LossConfig(kind=kind))
     any_is_right = source.multi_label and (relabeled or loaded.card.loss == 'softmax')
+    if any_is_right:
+        loss = losses.with_scaled_targets(loss)
+    measured = metrics.SEVERAL_LABELS if source.multi_label else metrics.SINGLE_LABEL
+    of_set = [] if any_is_right else metrics.combine_metrics(measured, further_metrics)
+    names = {'labels', *(name for metric in of_set for name in metric.outputs)}
+    if calibrate and not source.multi_label:
+        names.add('logits')
     absent = find_absent_classes(source) if only_data_classes else None
 
-    def apply(params: Params, images: Array, key: Key[Array, ''] | None) -> Float[Array, 'b k']:
-        logits = with_highest_precision(loaded.model.apply)(params, images, key)
-        return logits if absent is None else jnp.where(absent, _EXCLUDED, logits)
+    def sums(params: Params, batch: Batch) -> losses.BatchSums:
+        images = normalize(batch['images'], preprocessing=loaded.preprocessing)
+        logits = with_highest_precision(loaded.model.apply)(params, images)
+        if absent is not None:
+            logits = jnp.where(absent, _EXCLUDED, logits)
+        targets = losses.make_targets(batch['labels'], logits.shape[-1])
+        examples = metrics.example_metrics(logits, targets)
+        outputs = {
+            **metrics.compute_outputs(sorted(names), logits, batch['labels']),
+            **examples,
+            'best': logits.argmax(axis=-1),
+            'probability': loaded.card.probabilities(logits).max(axis=-1),
+        }
+        values = {'loss': loss(logits, targets)} | examples
+        return losses.sum_examples(values, batch['mask'], outputs)
 
-    def outputs(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> dict[str, Array]:
-        best, probabilities = logits.argmax(axis=-1), loaded.card.probabilities(logits)
-        values = {'predicted': best, 'probability': probabilities.max(axis=-1)}
-        if not source.multi_label:
-            values['label'] = targets.argmax(axis=-1)
-            values |= {'class_logits': logits} if calibrate else {}
-        elif any_is_right:
-            values['targets'] = targets
-        else:
-            return values | logits_and_targets(logits, targets)
-        return values | losses.example_metrics(logits, targets)
-
-    loss_sums = make_loss_sums(
-        apply,
-        with_scaled_targets(loss) if any_is_right else loss,
-        functools.partial(normalize, preprocessing=loaded.preprocessing),
-        outputs=outputs,
-    )
-    evaluator = make_evaluator(loss_sums, batches_on_all_devices(reader, batch_size))
+    evaluator = make_evaluator(sums, batches_on_all_devices(reader, batch_size), of_set)
     params = jax.device_put(loaded.params, meshes.replicated(evaluator.batches.mesh))
     return _make_report(evaluator.evaluate(params, reader, watch=watch), source)
 
@@ -186,40 +188,47 @@ def find_absent_classes(source: Source) -> Bool[np.ndarray, 'k']:
 
 def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
     """Adds predictions and metrics per class. Raises UserError if no image has a class."""
-    outputs, means, names = evaluation.outputs, evaluation.means, source.class_names
+    outputs, names = evaluation.outputs, source.class_names
     infinite = int((~np.isfinite(outputs['probability'])).sum())
-    wrong = f'the outputs of {infinite:,} of {evaluation.num_images:,} images are not finite'
-    require(infinite == 0, f'{wrong}: the checkpoint is damaged, or its values are too large')
+    if infinite:
+        text = f'the outputs of {infinite:,} of {evaluation.num_images:,} images are not finite'
+        raise UserError(f'{text}: the checkpoint is damaged, or its values are too large')
+    labels = outputs['labels']
     of_class = functools.partial(class_means, num_classes=len(names))
-    targets = outputs['targets' if source.multi_label else 'label']
-    metrics = {name: of_class(outputs[name], targets) for name in means if name in outputs}
-    confused, confusion, calibrated = list[str](), None, None
-    if evaluation.average_precisions is not None:
-        metrics['average_precision'] = evaluation.average_precisions
+    by_class = {
+        name: of_class(outputs[name], labels) for name in evaluation.metrics if name in outputs
+    }
+    confused = list[str]()
+    confusion = calibrated = None
+    if 'mean_average_precision' in evaluation.metrics:
+        by_class['average_precision'] = metrics.average_precisions(outputs['logits'], labels)
     if not source.multi_label:
-        metrics['recall'] = metrics.pop('accuracy')
-        metrics['precision'] = of_class(outputs['accuracy'], outputs['predicted'])
-        confused, confusion = _confusion(targets, outputs['predicted'], names)
-        if 'class_logits' in outputs and evaluation.num_images > 1:
-            calibrated = calibration.evaluate(outputs['class_logits'], targets)
-    classes = _list_classes(names, targets, metrics)
+        by_class['recall'] = by_class.pop('accuracy')
+        by_class['precision'] = of_class(outputs['accuracy'], outputs['best'])
+        confused, confusion = _confusion(labels, outputs['best'], names)
+        if 'logits' in outputs and evaluation.num_images > 1:
+            calibrated = calibration.evaluate(outputs['logits'], labels)
+    classes = _list_classes(names, labels, by_class)
     require(bool(classes), f'none of {evaluation.num_images:,} images has a class')
-    predictions = _list_predictions(evaluation, source, targets)
     return HeadReport(
-        evaluation.num_images, means, classes, confused, confusion, predictions, calibrated
+        num_images=evaluation.num_images,
+        metrics=evaluation.metrics,
+        classes=classes,
+        names=confused,
+        confusion=confusion,
+        predictions=_list_predictions(evaluation, source),
+        calibration=calibrated,
     )
 
 
-def _list_predictions(
-    evaluation: Evaluation, source: Source, targets: Num[np.ndarray, 'n ...']
-) -> list[Prediction]:
+def _list_predictions(evaluation: Evaluation, source: Source) -> list[Prediction]:
     """Lists the prediction for each readable image."""
     names, images = source.class_names, np.flatnonzero(evaluation.readable).tolist()
     columns = (
         images,
         source.read_names(images),
-        targets,
-        *(evaluation.outputs[name].tolist() for name in ('predicted', 'probability')),
+        evaluation.outputs['labels'],
+        *(evaluation.outputs[name].tolist() for name in ('best', 'probability')),
     )
     found = []
     for image, path, target, best, probability in zip(*columns, strict=True):

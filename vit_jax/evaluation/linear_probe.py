@@ -190,11 +190,11 @@ class LinearProbe:
         params = {'model': params, 'heads': heads}
         run = functools.partial(evaluator.evaluate, params, watch=self.watch)
         validated, tested = run(valid), run(test)
-        chosen = max(names, key=validated.means.__getitem__)  # the first of equal ones
+        chosen = max(names, key=validated.metrics.__getitem__)  # the first of equal ones
         return {
-            'accuracy': tested.means[chosen],
+            'accuracy': tested.metrics[chosen],
             'chosen': chosen,
-            'validation_accuracy': validated.means,
+            'validation_accuracy': validated.metrics,
             'validation_images': validated.num_images,
             'protocol': records.to_dict(self.config),
         }

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Params, UserError, plural, raise_all, records, require
+from vit_jax.base import Params, UserError, raise_all, records, require
 from vit_jax.checkpoints import transfer
 from vit_jax.checkpoints.card import Card, package_versions
 from vit_jax.checkpoints.formats.inference import NeedsHint
@@ -40,10 +40,12 @@ from vit_jax.experiment.values import Values, make_values, remove_values
 from vit_jax.models import Compute, Model, ModelConfig
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
 from vit_jax.models.model import abstract_params, count_params
-from vit_jax.pretrained import LoadedModel, load_teacher
-from vit_jax.training import distillation, losses
+from vit_jax.pretrained import LoadedModel
+from vit_jax.tasks.base import Task
+from vit_jax.tasks.making import make_task
 from vit_jax.training.duration import TrainLength, make_train_length
-from vit_jax.training.masked_patches import configure_for_patches
+from vit_jax.training.metrics import Metric, OutputName, combine_metrics
+from vit_jax.training.objectives import TASK
 from vit_jax.training.optimizer import check_optimizer, count_moments, look_up, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.sharpness import Sam
@@ -53,13 +55,14 @@ class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
     functions.init(values, params=None) -> initial TrainState, with random or the given parameters
-    functions.update(kind)(state, batch, values, teacher=None) -> (state after one step, metrics)
-    evaluators[name].evaluate(params, eval_readers[name]) -> metrics of an evaluation
+    functions.update(kind)(state, batch, values, frozen=None) -> (state after one step, metrics)
+    evaluators[name].evaluate(params, eval_readers[name]) -> results of an evaluation
     """
 
     config: TrainConfig
     start_from: Checkpoint | None  # opened `config.start_from`; its arrays are not read yet
-    teacher: Params | None  # frozen parameters, on the devices or abstract; None: no teacher
+    task: Task
+    frozen: Params | None  # parameters that the task does not train, on the devices or abstract
     values: Values  # numbers that the functions take as an argument, on the devices or the host
     functions: Functions
     mesh: Mesh
@@ -70,7 +73,8 @@ class Experiment(NamedTuple):
     train_reader: ImageReader
     eval_readers: dict[str, ImageReader]
     probes: Probes | None  # data sets of the few-shot evaluation
-    evaluators: dict[str, Evaluator]  # by name; equal patch sizes have the same evaluator
+    evaluators: dict[str, Evaluator]  # by name; equal patch sizes have the same step
+    shown: list[Metric]  # metrics that are printed during training
     batches: BatchMaker
     param_group_report: list[str]  # the parameters that each param group matched, in lines
 
@@ -80,12 +84,15 @@ class Experiment(NamedTuple):
 
         They are resolved on each host, so they could differ although the configuration is equal.
         """
-        origin = list(self.start_from.origin) if self.start_from else []
-        teacher, digest = self.config.distillation.digest, hashlib.sha256()
+        digest = hashlib.sha256()
         for leaf in jax.tree.leaves(self.values):  # hosts could round differently
             digest.update(np.asarray(leaf.addressable_data(0)).tobytes())
-        choices = {'origin': origin, 'teacher': teacher, 'values': digest.hexdigest()}
-        return choices | {'compute': records.to_dict(self.compute)}
+        return {
+            'origin': list(self.start_from.origin) if self.start_from else [],
+            'config': self.export_config(),
+            'values': digest.hexdigest(),
+            'compute': records.to_dict(self.compute),
+        }
 
     def export_config(self) -> dict[str, Any]:
         """Returns the configuration as JSON values for the work directory.
@@ -99,17 +106,14 @@ class Experiment(NamedTuple):
 
     def make_card(self, step: int) -> dict[str, Any]:
         """Returns the card of a checkpoint at a step, as JSON values."""
-        model, loss = self.model.config, self.config.loss
-        kind = loss.kind if isinstance(loss, losses.LossConfig) else records.text_of(loss)
-        has_classes = self.config.objective is None
+        class_names = self.train_reader.source.class_names
         card = Card(
             step=step,
-            model=model,
-            grid=model.grid,
+            model=self.model.config,
+            grid=self.model.config.grid,
             preprocessing=self.preprocessing,
-            class_names=self.train_reader.source.class_names if has_classes else (),
-            loss=kind if has_classes else None,
             software=package_versions(),
+            **self.task.card_fields(self.config, class_names),
         )
         return records.to_dict(card)
 
@@ -122,7 +126,7 @@ class Experiment(NamedTuple):
         old, new = start.card.model, self.model.config
         classes = start.card.class_names, self.train_reader.source.class_names
         names = classes if self.config.reuse_head else None
-        body = {name: leaf for name, leaf in fresh.items() if name != distillation.PROJECTION}
+        body = {name: leaf for name, leaf in fresh.items() if name != TASK}
         result = transfer.transfer(start.read(), old=old, new=new, fresh=body, class_names=names)
         return result._replace(params=fresh | result.params)
 
@@ -148,16 +152,20 @@ def build_experiment(
     train, evaluated = _open_data(config, opener)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
 
+    task = make_task(config, num_classes=len(train.class_names), multi_label=train.multi_label)
+    raise_all(task.check_data(config, train, evaluated))
+    metrics = combine_metrics(task.measured, config.metrics)
+    task = dataclasses.replace(task, outputs=list_outputs(metrics))
     start = open_start(config)
-    model_config = resolve_model(config, start, len(train.class_names))
+    model_config = resolve_model(config, start, task)
     preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
     if config.init_head is not None:
         check_init_head(model_config, train, has_start=start is not None)
-    config.distillation, loaded = load_teacher(config.distillation, train.class_names)
+    config, task, loaded = task.load(config, train.class_names)
 
     mesh, planned = make_mesh(config, devices), devices is not None
     compute = resolve_compute_on_mesh(
-        config, model_config, mesh, planned=planned, dtype=dtype, teacher=loaded
+        config, model_config, mesh, planned=planned, dtype=dtype, frozen=loaded
     )
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
@@ -168,9 +176,7 @@ def build_experiment(
         compute=dataclasses.replace(compute, attention=config.compute.attention),
         mesh=mesh,
         preprocessing=Preprocessing(mean=preprocessing.mean, std=preprocessing.std),
-        num_classes=len(train.class_names),
-        multi_label=train.multi_label,
-        teacher=(loaded.config, loaded.preprocessing) if loaded else None,
+        task=task,
     )
     params = abstract_trained_params(structure)
     groups = make_param_groups(config.optimizer, params)
@@ -181,18 +187,26 @@ def build_experiment(
     model = structure.build_model(None, config.regularization)
     functions = make_functions(structure, groups)
     reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
-    teacher = None
+    frozen = None
     if loaded is not None:
-        teacher = loaded.place_teacher(compute, mesh, config.mesh, abstract=planned)
+        frozen = loaded.place_frozen(compute, mesh, config.mesh, abstract=planned)
     if not planned:
         values = meshes.put(values, jax.tree.map(lambda _: meshes.replicated(mesh), values))
-    evaluator_at = functools.cache(
+    make_evaluator = functools.cache(
         lambda patch_size: make_step_evaluator(functions.evaluate(patch_size), batches, values)
     )
+    evaluators = {}
+    for name, source in evaluated.items():
+        # A metric of one class per image is not defined for several, and the reverse.
+        fits = source.multi_label == train.multi_label
+        evaluators[name] = dataclasses.replace(
+            make_evaluator(config.evaluations[name].patch_size), metrics=metrics if fits else ()
+        )
     return Experiment(
         config=config,
         start_from=start,
-        teacher=teacher,
+        task=task,
+        frozen=frozen,
         values=values,
         functions=functions,
         mesh=mesh,
@@ -203,7 +217,8 @@ def build_experiment(
         train_reader=reader(train, crop=host_crop(config.augmentation, preprocessing)),
         eval_readers={name: reader(source) for name, source in evaluated.items()},
         probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
-        evaluators={n: evaluator_at(one.patch_size) for n, one in config.evaluations.items()},
+        evaluators=evaluators,
+        shown=combine_metrics(task.shown, config.metrics),
         batches=batches,
         param_group_report=groups.report,
     )
@@ -218,28 +233,13 @@ def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, S
         name: opener(one.data or config.data, one.split, one.labels, config.classes)
         for name, one in config.evaluations.items()
     }
-    raise_all(check_labels(config, train, evaluated))
     loading.check_balance(train, config.loader)
     return train, evaluated
 
 
-def check_labels(config: TrainConfig, train: Source, evaluated: dict[str, Source]) -> list[str]:
-    """Lists problems of the labels for the configured loss and evaluations, with remedies."""
-    if config.objective is not None:  # labels are not used
-        return []
-    data = records.text_of(config.data)
-    others = [name for name, one in evaluated.items() if one.class_names != train.class_names]
-    problems = [f'{data}: the class names of train and {name} differ' for name in others]
-    kind = config.loss.kind if isinstance(config.loss, losses.LossConfig) else None
-    if kind == 'softmax' and train.multi_label:
-        text = 'images may have several classes, which the softmax loss does not support'
-        problems.append(f'{data}: {text}; pass --config.loss.kind=sigmoid')
-    if train.multi_label and config.distillation.teacher and config.distillation.kind != 'features':
-        text = f'images may have several classes, which kind={config.distillation.kind} does not'
-        problems.append(f'{data}: {text} support; pass --config.distillation.kind=features')
-    if kind is not None and len(train.class_names) == 1 and not train.multi_label:
-        problems.append(f'{data}: got one class, {train.class_names[0]!r}; expected several')
-    return problems
+def list_outputs(metrics: Sequence[Metric]) -> tuple[OutputName, ...]:
+    """Lists the outputs of evaluations that metrics need."""
+    return tuple(dict.fromkeys(name for metric in metrics for name in metric.outputs))
 
 
 def open_start(config: TrainConfig) -> Checkpoint | None:
@@ -258,31 +258,19 @@ def resolve_preprocessing(config: TrainConfig, start: Checkpoint | None) -> Prep
     return config.preprocessing or (start.card.preprocessing if start else Preprocessing())
 
 
-def resolve_model(config: TrainConfig, start: Checkpoint | None, classes: int) -> ModelConfig:
-    """Resolves the architecture to train: the configuration's or the checkpoint's, with a head.
+def resolve_model(config: TrainConfig, start: Checkpoint | None, task: Task) -> ModelConfig:
+    """Resolves the architecture to train: the configuration's or the checkpoint's, for the task.
 
-    Args:
-      config: The configuration.
-      start: The checkpoint to start from, if any.
-      classes: Number of classes of the training images. It is unused for masked patch prediction.
-
-    Raises:
-      UserError: If there is no model, or if the model does not fit the task or the classes.
+    Raises UserError if there is no model, or if it does not fit the task or the classes.
     """
-    model, objective = config.model, config.objective
+    model = config.model
     if model is None:
         if start is None:
             text = 'expected a model, or --config.start_from=CHECKPOINT to use its model'
             raise UserError(f'config.model is not set; {text}')
-        stored = start.card.model if objective is None else transfer.remove_head(start.card.model)
-        model = transfer.with_linear_head(stored, num_classes=None if objective else classes)
+        model = task.adapt_stored_model(start.card.model)
     model = dataclasses.replace(model, image_size=config.image_size or model.image_size)
-    if objective is not None:
-        return configure_for_patches(model, objective)
-    text = f'{records.text_of(config.data)} has {plural(classes, "class")}'
-    wrong = f'config.model.num_classes={model.num_classes}: {text}; expected none or {classes}'
-    require(model.num_classes in (None, classes), wrong)
-    return dataclasses.replace(model, num_classes=classes, head=config.head or model.head)
+    return task.configure_model(config, model)
 
 
 def make_mesh(config: TrainConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -300,7 +288,7 @@ def resolve_compute_on_mesh(
     *,
     planned: bool,
     dtype: Any = 'auto',
-    teacher: LoadedModel | None = None,
+    frozen: LoadedModel | None = None,
 ) -> Compute:
     """Resolves the compute options of a model for the devices of a mesh.
 
@@ -310,7 +298,7 @@ def resolve_compute_on_mesh(
       mesh: The devices.
       planned: Whether the devices are not attached. Their memory is then taken as unlimited.
       dtype: Value for `compute.dtype=auto`; `auto`: bfloat16 on devices with fast bfloat16.
-      teacher: The teacher, if any.
+      frozen: The loaded model of the task, if any.
     """
     device = mesh.devices.flat[0] if planned else mesh.local_devices[0]
     dtype = dtype if config.compute.dtype == 'auto' else config.compute.dtype
@@ -319,8 +307,8 @@ def resolve_compute_on_mesh(
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     longest = config.step_kinds[0]  # needs the most memory
     memory = math.inf if planned else _memory_without_state(config, model, mesh)
-    if teacher is not None:
-        size = count_params(teacher.config) * np.dtype(dtype).itemsize
+    if frozen is not None:
+        size = count_params(frozen.config) * np.dtype(dtype).itemsize
         memory -= size // (mesh.shape['fsdp'] * mesh.shape['tensor'])
     return resolve_compute(
         dataclasses.replace(config.compute, dtype=dtype),

@@ -14,35 +14,26 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from vit_jax.base import Array, Batch, Key, Params
+from vit_jax.base import Batch, Params
 from vit_jax.checkpoints import transfer
 from vit_jax.config import StepKind, TrainConfig
-from vit_jax.data.augmentation import augment, example_keys
+from vit_jax.data.augmentation import augment
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import evaluator
 from vit_jax.evaluation.evaluator import EvalStep
 from vit_jax.evaluation.features import make_feature_sums
 from vit_jax.experiment.values import Values, contains_function, insert_values
-from vit_jax.models import (
-    Compute,
-    Model,
-    ModelConfig,
-    Regularization,
-    ViTConfig,
-    abstract_params,
-    build,
-)
-from vit_jax.training import distillation, losses
+from vit_jax.models import Compute, Model, ModelConfig, Regularization, abstract_params
+from vit_jax.tasks.base import LossSums, Task
+from vit_jax.training import losses
 from vit_jax.training import update as updates
-from vit_jax.training.masked_patches import make_patch_loss_sums
 from vit_jax.training.optimizer import look_up, make_optimizer
 from vit_jax.training.param_groups import ParamGroups
 from vit_jax.training.sharpness import make_sharpener
 from vit_jax.training.update import TrainState
 
 Update = Callable[..., tuple[TrainState, losses.StepMetrics]]
-LossSumsFn = Callable[..., losses.BatchSums]
 
 
 class Structure(NamedTuple):
@@ -53,9 +44,7 @@ class Structure(NamedTuple):
     compute: Compute
     mesh: Mesh
     preprocessing: Preprocessing  # of pixels; its crop runs on the host
-    num_classes: int
-    multi_label: bool
-    teacher: tuple[ModelConfig, Preprocessing] | None  # its parameters are an argument
+    task: Task
 
     def build_model(
         self, patch_size: int | None = None, regularization: Regularization | None = None
@@ -70,15 +59,10 @@ class Structure(NamedTuple):
             platform=self.mesh.devices.flat[0].platform,
         )
 
-    def build_teacher(self) -> distillation.Teacher | None:
-        """Builds the teacher, if any."""
-        if self.teacher is None:
-            return None
-        config, preprocessing = self.teacher
-        compute = Compute(dtype=self.compute.dtype)
-        model = build(config, compute=compute, platform=self.mesh.devices.flat[0].platform)
-        scale = functools.partial(normalize, preprocessing=preprocessing)
-        return distillation.Teacher(model, scale)
+    @property
+    def normalize(self) -> Callable[..., Any]:
+        """The function from pixels (0 to 255) to the input of the model."""
+        return functools.partial(normalize, preprocessing=self.preprocessing)
 
 
 class Functions:
@@ -86,7 +70,7 @@ class Functions:
 
     - init(values, params=None) -> state before the first step
     - init_params(values) -> initial parameters
-    - update(kind) -> training step (state, batch, values, teacher=None, loss_limit=inf)
+    - update(kind) -> training step (state, batch, values, frozen=None, loss_limit=inf)
     - evaluate(patch_size) -> step (params, batch, values) of an evaluator
     - features() -> step (params, batch) of an evaluator of features
     """
@@ -139,26 +123,16 @@ def make_functions(structure: Structure, groups: ParamGroups) -> Functions:
 
 def abstract_trained_params(structure: Structure) -> Params:
     """Returns shape and dtype of each trained parameter."""
-    params = abstract_params(structure.model)
-    init = _build_trained_model(structure).init
-    return params if not _has_projection(structure) else jax.eval_shape(init, jax.random.key(0))
-
-
-def _has_projection(structure: Structure) -> bool:
-    return structure.teacher is not None and structure.config.distillation.kind == 'features'
-
-
-def _build_trained_model(structure: Structure) -> Model:
-    """Builds the model whose initial parameters are trained, without dropout."""
-    model, teacher = structure.build_model(), structure.build_teacher()
-    if teacher is None or not _has_projection(structure):
-        return model
-    return distillation.with_projection(model, teacher.model)
+    model = structure.build_model()
+    trained = structure.task.extend_model(structure.config, model)
+    if trained is model:
+        return abstract_params(structure.model)
+    return jax.eval_shape(trained.init, jax.random.key(0))
 
 
 def make_init(structure: Structure, groups: ParamGroups) -> Callable[..., TrainState]:
     """Makes the function (values, params=None) -> state before the first step."""
-    model = _build_trained_model(structure)
+    model = structure.task.extend_model(structure.config, structure.build_model())
 
     def init(values: Values, params: Params | None = None) -> TrainState:
         config = insert_values(structure.config, values)
@@ -171,14 +145,14 @@ def make_init(structure: Structure, groups: ParamGroups) -> Callable[..., TrainS
 
 
 def make_update(structure: Structure, groups: ParamGroups, kind: StepKind) -> Update:
-    """Makes the training step (state, batch, values, teacher=None, loss_limit=inf)."""
-    targets = functools.partial(losses.make_targets, num_classes=structure.num_classes)
+    """Makes the training step (state, batch, values, frozen=None, loss_limit=inf)."""
+    targets = functools.partial(losses.make_targets, num_classes=structure.task.num_classes)
 
     def update(
         state: TrainState,
         batch: Batch,
         values: Values,
-        teacher: Params | None = None,
+        frozen: Params | None = None,
         loss_limit: Any = jnp.inf,
     ) -> tuple[TrainState, losses.StepMetrics]:
         config = insert_values(structure.config, values)
@@ -195,7 +169,7 @@ def make_update(structure: Structure, groups: ParamGroups, kind: StepKind) -> Up
             ema_rate=values.ema_rate,
             sharpen=make_sharpener(config.optimizer.sharpness, look_up(values.radii)),
         )
-        return step(state, batch, teacher, loss_limit)
+        return step(state, batch, frozen, loss_limit)
 
     return update
 
@@ -207,50 +181,20 @@ def _make_optimizer(
     return make_optimizer(config.optimizer, look_up(values.learning_rates), groups)
 
 
-def make_train_sums(structure: Structure, config: TrainConfig, model: Model) -> LossSumsFn:
-    """Makes the function that sums loss and metrics over a batch in training."""
-    scale = functools.partial(normalize, preprocessing=structure.preprocessing)
-    if config.objective is not None:
-        return _make_patch_sums(structure, config, model)
-    loss, teacher = losses.make_loss(config.loss), structure.build_teacher()
-    if teacher is not None:
-        return distillation.make_distillation_sums(config.distillation, model, teacher, loss, scale)
-    return updates.make_loss_sums(model.apply, loss, scale)
+def make_train_sums(structure: Structure, config: TrainConfig, model: Model) -> LossSums:
+    """Makes the function that sums loss and metrics over a batch in training.
 
-
-def make_eval_sums(structure: Structure, patch_size: int | None) -> LossSumsFn:
-    """Makes the function (params, batch, values) -> sums of an evaluation.
-
-    If training images are multi-label, evaluations measure the mean average precision. Otherwise
-    the targets of an evaluated image with several classes are scaled to sum to one
-    (see `with_scaled_targets`).
+    `config` has the values that `structure.config` lacks.
     """
+    return structure.task.train_sums(config, model, structure.normalize)
+
+
+def make_eval_sums(structure: Structure, patch_size: int | None) -> LossSums:
+    """Makes the function (params, batch, values) -> sums of an evaluation."""
     model = structure.build_model(patch_size)
-    scale = functools.partial(normalize, preprocessing=structure.preprocessing)
 
     def sums(params: Params, batch: Batch, values: Values) -> losses.BatchSums:
         config = insert_values(structure.config, values)
-        if config.objective is not None:
-            return _make_patch_sums(structure, config, model)(params, batch)
-        loss, outputs = losses.make_loss(config.loss), evaluator.logits_and_targets
-        if structure.multi_label:
-            return updates.make_loss_sums(model.apply, loss, scale, outputs=outputs)(params, batch)
-        scaled = evaluator.with_scaled_targets(loss)
-        return updates.make_loss_sums(model.apply, scaled, scale)(params, batch)
+        return structure.task.eval_sums(config, model, structure.normalize)(params, batch)
 
     return sums
-
-
-def _make_patch_sums(structure: Structure, config: TrainConfig, model: Model) -> LossSumsFn:
-    assert config.objective is not None and isinstance(model.config, ViTConfig)
-
-    def keys_of(batch: Batch) -> Key[Array, 'b']:
-        return example_keys(updates.make_purpose_key(config.seed, updates.CORRUPT), batch)
-
-    return make_patch_loss_sums(
-        model.predict_patches,
-        config.objective,
-        functools.partial(normalize, preprocessing=structure.preprocessing),
-        model=model.config,
-        keys_of=keys_of,
-    )

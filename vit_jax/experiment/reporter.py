@@ -31,6 +31,7 @@ from vit_jax.experiment.workdirs import EVENTS, METRICS
 from vit_jax.models import ViTConfig, count_multiply_adds, count_params
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
+from vit_jax.training.metrics import find_metric
 
 _TENSORBOARD = 'tensorboard'
 _LINE_KEYS = 'kind', 'step', 'time', 'run', 'seconds'  # other keys of metrics.jsonl
@@ -68,7 +69,9 @@ class Reporter:
         config, length = experiment.config, experiment.length
         self.console, self.clock, self._steps, self._job = make_console(job), clock, steps, job
         self._log_every_steps = length.log_interval_steps(config.log_every_steps)
-        self._batch_size, self.first_step = config.batch_size, steps.start
+        self._batch_size = config.batch_size
+        self._shown = experiment.shown
+        self.first_step = steps.start
         self._recent = [StepMetrics(**metrics) for metrics in progress.get('recent', [])]
         self._num_restored = len(self._recent)  # steps of an earlier start
         self.losses = [*progress.get('losses', [])]  # see `fit`
@@ -183,9 +186,10 @@ class Reporter:
         speed = numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
         numbers |= self._compare_processes(step)
         self._recent, self._num_restored, self._busy_before = [], 0, busy
-        text = f'loss {numbers["loss"]:.4f}'
-        text += f'  accuracy {numbers["accuracy"]:.1%}' if 'accuracy' in numbers else ''
-        text += f'  {speed:,.0f} images/s'
+        shown = [find_metric('loss'), *self._shown]
+        found = {metric.name: metric for metric in shown if metric.name in numbers}
+        texts = [f'{one.label} {one.format(numbers[name])}' for name, one in found.items()]
+        text = '  '.join([*texts, f'{speed:,.0f} images/s'])
         self._write('train', step, numbers)
         self.record_event('reported', step)
         pace = (time.monotonic() - self._began) / max(1, step - self._steps.start)
@@ -284,8 +288,7 @@ def describe_run(experiment: Experiment) -> str:
         f'{count_multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
         f'compute {experiment.compute}',
     ]
-    if (teacher := config.distillation.teacher) is not None:
-        lines.append(f'teacher {teacher}, {config.distillation.kind}')
+    lines += experiment.task.describe(config)
     return '\n'.join([*lines, *experiment.param_group_report])
 
 

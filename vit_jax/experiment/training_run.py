@@ -42,6 +42,7 @@ from vit_jax.models import abstract_params
 from vit_jax.training import loop
 from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped
 from vit_jax.training.losses import StepMetrics
+from vit_jax.training.metrics import find_metric, resolve_metrics
 from vit_jax.training.update import TrainState
 
 _MAX_INITIAL_SHARE = 0.05  # of the initial parameters in the average; a larger one is reported
@@ -200,9 +201,12 @@ def make_selection(experiment: Experiment) -> Selection | None:
     config, readers = experiment.config, experiment.eval_readers
     if (metric := config.keep_best) is None:
         return None
-    params, reader = abstract_params(experiment.model.config), next(iter(readers.values()))
-    metrics = next(iter(experiment.evaluators.values())).list_metrics(params, reader)
-    known = [f'{name}/{each}' for name in readers for each in metrics]
+    params = abstract_params(experiment.model.config)
+    known = [
+        f'{name}/{each}'
+        for name, evaluator in experiment.evaluators.items()
+        for each in evaluator.list_metrics(params, readers[name])
+    ]
     require(metric in known, f'config.keep_best={metric!r}: expected one of {", ".join(known)}')
     name, _, metric = metric.partition('/')
     every, end = find_eval_intervals(experiment)[name], experiment.length.total_steps
@@ -210,7 +214,8 @@ def make_selection(experiment: Experiment) -> Selection | None:
     field = f'evals.{name}.every_steps' if config.evals else 'eval_every_steps'
     advice = f'set --config.{field}={max(1, end // 10)} or a longer --config.total'
     require(every < end or config.patience is None, f'{wrong}; {advice}')
-    return Selection(name, metric, readers[name].source.split, config.patience)
+    own = resolve_metrics(config.metrics)
+    return Selection(name, find_metric(metric, own), readers[name].source.split, config.patience)
 
 
 class Programs(NamedTuple):
@@ -253,7 +258,7 @@ def abstract_state(experiment: Experiment) -> TrainState:
 
 
 def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | None = None) -> Any:
-    """Traces and lowers the update step, which donates its state, but not the teacher.
+    """Traces and lowers the update step, which donates its state, but not frozen parameters.
 
     By default, it is the update with the longest sequence, which needs the most memory.
     """
@@ -262,7 +267,7 @@ def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | Non
     update = experiment.functions.update(kind or experiment.config.step_kinds[0])
     step = meshes.jit(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
     batch = batches.abstract(experiment.train_reader)
-    return step.lower(state, batch, experiment.values, experiment.teacher, 0.0)
+    return step.lower(state, batch, experiment.values, experiment.frozen, 0.0)
 
 
 def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
@@ -440,7 +445,7 @@ class TrainingRun:
         with contextlib.closing(watched):
             return loop.fit(
                 lambda state, batch, limit: next(updates)(
-                    state, batch, experiment.values, experiment.teacher, limit
+                    state, batch, experiment.values, experiment.frozen, limit
                 ),
                 state,
                 watched,
@@ -512,7 +517,7 @@ class TrainingRun:
             params, training = state.split()
             card, progress = self.opened.experiment.make_card(step), self.reporter.progress
             if selection := self.opened.selection:
-                progress['selection'] = dataclasses.asdict(selection)
+                progress['selection'] = selection.to_dict()
             best = selection.step if selection else None
             self.checkpoints.save(step, params, training, card, progress, best=best)
 
@@ -539,9 +544,9 @@ class TrainingRun:
             self.reporter.record_metrics(name, step, numbers, text)
         if (selection := self.opened.selection) is None or name != selection.evaluation:
             return False
-        if selection.metric not in numbers:  # an earlier start recorded other metrics
+        if selection.metric.name not in numbers:  # an earlier start recorded other metrics
             return False
-        is_best = selection.record(step, numbers[selection.metric])
+        is_best = selection.record(step, numbers[selection.metric.name])
         if is_best or selection.is_exhausted:
             self.save(step, state)
         return selection.is_exhausted
@@ -559,9 +564,10 @@ class TrainingRun:
         reader = self.opened.experiment.eval_readers[name]
         evaluate = self.programs.evaluators[name].evaluate
         result = evaluate(state.eval_params, reader, watch=self.job.tick_each)
-        self.evals[name] = result.means
-        numbers = result.means | {'count': result.num_images}
-        text = f'{summarize_evals({name: result.means})} on {plural(result.num_images, "image")}'
+        self.evals[name] = result.metrics
+        numbers = result.metrics | {'count': result.num_images}
+        summary = summarize_evals({name: result.metrics}, self.opened.experiment.shown)
+        text = f'{summary} on {plural(result.num_images, "image")}'
         if unreadable := len(reader.source) - result.num_images:
             numbers['unreadable'] = unreadable
             text += f', {unreadable:,} unreadable'

@@ -37,7 +37,8 @@ _COMPUTED = 'ema_decay', 'optimizer.sharpness.rho'  # in `ema_rate` and `radii`,
 # The arrays of `Values` are computed from these fields, which are not part of the structure.
 _FACTORS = 'optimizer.layer_decay', 'optimizer.lr_multipliers'
 DERIVED = 'schedule', 'total', 'optimizer.sharpness.rho_min', *_FACTORS
-# Fields that select and read images, control the loop, or measure.
+# Fields that select and read images, control the loop, or measure. The outputs that `metrics` need
+# are in the task.
 _DATA = 'data', 'train_split', 'eval_split', 'held_out', 'classes', 'loader', 'augmentation.crop'
 _READ = 'preprocessing.crop', 'preprocessing.exif_rotation'
 _START = 'start_from', 'reuse_head', 'init_head', 'hints'
@@ -45,7 +46,7 @@ _TEACHER = 'distillation.teacher', 'distillation.digest'  # its architecture is 
 _LOOP = 'patch_dropout_until', 'spike_deviations', 'max_skipped_steps', 'patience'
 _EVERY = tuple(f'{name}_every_steps' for name in ('log', 'eval', 'checkpoint'))
 _FILES = 'keep_checkpoints', 'keep_best', 'tensorboard', 'writers'
-_MEASURED = 'evals', 'eval_batch_size', 'fewshot', 'mesh.max_replicated_fraction'
+_MEASURED = 'evals', 'eval_batch_size', 'fewshot', 'metrics', 'mesh.max_replicated_fraction'
 ON_HOST = *_DATA, *_READ, *_START, *_TEACHER, *_LOOP, *_EVERY, *_FILES, *_MEASURED
 
 ARGUMENT = 'not known before the program runs'  # stands for a value in a structure
@@ -119,7 +120,7 @@ def _find_numbers(config: TrainConfig) -> dict[str, Any]:
 def _find(config: TrainConfig, path: str) -> tuple[Record | None, str]:
     """Returns the record that has the field with this path, and the name of the field.
 
-    The record is None if it is absent, or a function instead.
+    The record is None if it is absent, a function, or a record of another class.
     """
     *parents, name = path.split('.')
     record: Any = config
@@ -127,7 +128,7 @@ def _find(config: TrainConfig, path: str) -> tuple[Record | None, str]:
         record = getattr(record, parent)
         if not isinstance(record, Record):
             return None, name
-    return record, name
+    return (record if hasattr(record, name) else None), name
 
 
 def contains_function(value: Any) -> bool:

@@ -18,7 +18,7 @@ from vit_jax.models.compute import PORTABLE, Compute, LastBlock, Regularization,
 from vit_jax.models.config import ModelConfig, ViTConfig
 from vit_jax.models.heads import make_head
 from vit_jax.models.masked_patches import Corruption, PatchOutputs
-from vit_jax.models.positions import Tokens
+from vit_jax.models.positions import Kept, Tokens
 from vit_jax.models.resnet import ResNetClassifier
 from vit_jax.models.vit import Images, ViT
 
@@ -35,12 +35,15 @@ class Model(NamedTuple):
     - features(params, images, key=None) -> input of the head
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
       of the corrupted images. Requires `patch_outputs`.
+    - encode(params, images, kept, key=None) -> encoded tokens (b m d): class tokens, registers and
+      the patches with the indices `kept` (b p), which ascend. Other patches are not computed.
     - capture(params, images, names) -> (output of `apply`, intermediate arrays by name). The arrays
       are called taps. docs/visualize.md lists them; an example is `attention/weights`. Only the
       named taps are computed.
       If `names` maps names to functions, each tap is reduced by its function, block by block.
       Raises UserError for an unknown name. If `capture` is jitted, its output may differ from
       `apply` in the last bits.
+    - compute, platform: the options with which the model was built, without `auto`
     """
 
     config: ModelConfig
@@ -48,7 +51,10 @@ class Model(NamedTuple):
     apply: Callable[..., Outputs]
     features: Callable[..., Outputs]
     predict_patches: Callable[..., PatchOutputs]
+    encode: Callable[..., Tokens]
     capture: Callable[..., tuple[Outputs, dict[str, Any]]]
+    compute: Compute
+    platform: str
 
 
 def build(
@@ -94,6 +100,10 @@ def build(
         records.require(has_patch_outputs(config), 'predict_patches: patch_outputs is not set')
         return apply(params, images, key, corruption=corruption, output='patches')
 
+    def encode(params: Params, images: Images, kept: Kept, key: DropoutKey = None) -> Tokens:
+        assert isinstance(config, ViTConfig)
+        return apply(params, images, key, kept=kept, output='tokens')
+
     def capture(
         params: Params, images: Images, names: taps.TapSelection
     ) -> tuple[Outputs, dict[str, Any]]:
@@ -102,7 +112,17 @@ def build(
 
     init = functools.partial(init_params, config)
     features = functools.partial(apply, output='features')
-    return Model(config, init, apply, features, predict_patches, capture)
+    return Model(
+        config=config,
+        init=init,
+        apply=apply,
+        features=features,
+        predict_patches=predict_patches,
+        encode=encode,
+        capture=capture,
+        compute=compute,
+        platform=platform,
+    )
 
 
 def has_patch_outputs(config: ModelConfig) -> bool:

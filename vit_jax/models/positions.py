@@ -81,8 +81,12 @@ class SharedPositions(NamedTuple):
 
 def draw_kept(key: Key[Array, ''], shape: tuple[int, int], count: int) -> Kept:
     """Draws which `count` patches each example keeps; `shape` is (examples, patches)."""
-    order = jnp.argsort(jax.random.uniform(key, shape), axis=1)
-    return jnp.sort(order[:, :count], axis=1)
+    return select_kept(jax.random.uniform(key, shape), count)
+
+
+def select_kept(noise: Float[Array, 'b n'], count: int) -> Kept:
+    """Returns the `count` patches of each example with the lowest noise."""
+    return jnp.sort(jnp.argsort(noise, axis=1)[:, :count], axis=1)
 
 
 def keep_patches(
@@ -100,6 +104,19 @@ def keep_patches(
     patches = jnp.take_along_axis(tokens[:, before:], index, axis=1)
     rest = jnp.broadcast_to(tokens[:, :before], (len(kept), before, *tokens.shape[2:]))
     return jnp.concatenate([rest, patches], axis=1)
+
+
+def restore_patches(
+    patches: Float[Array, 'b p d'], kept: Kept, other: Float[Array, 'b 1 d'], count: int
+) -> Float[Array, 'b n d']:
+    """Inverts `keep_patches`: puts kept patches in their places, and `other` in all other places.
+
+    `count` is the number of all patches.
+    """
+    is_kept = (kept[:, :, None] == jnp.arange(count)).any(axis=1)
+    rank = jnp.cumsum(is_kept, axis=1) - 1
+    index = jnp.where(is_kept, rank, kept.shape[1])
+    return jnp.take_along_axis(jnp.concatenate([patches, other], axis=1), index[..., None], axis=1)
 
 
 def add(tokens: Tokens, table: Table | None, class_tokens: int, kept: Kept | None = None) -> Tokens:

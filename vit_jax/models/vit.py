@@ -23,7 +23,8 @@ from vit_jax.models.taps import COLLECTION, tap, tap_array
 
 Images = Float[Array, 'b h w c']
 FirstTokens = Float[Array, 'b r d']
-OutputKind = Literal['logits', 'features', 'patches']
+# logits; features: input of the head; patches: outputs of each patch; tokens: encoded tokens
+OutputKind = Literal['logits', 'features', 'patches', 'tokens']
 _GELUS: dict[Gelu, Callable[[Array], Array]] = {
     'tanh': functools.partial(nn.gelu, approximate=True),
     'exact': functools.partial(nn.gelu, approximate=False),
@@ -264,15 +265,18 @@ class Encoder(ViTModule):
     """The blocks, with parameters stacked along the depth, and the final norm before pooling."""
 
     @nn.compact
-    def __call__(self, x: Tokens, shared: SharedPositions) -> FirstTokens:
+    def __call__(
+        self, x: Tokens, shared: SharedPositions, num_read: int | None = None
+    ) -> FirstTokens:
         """Encodes tokens.
 
         Args:
           x: Tokens.
           shared: Positions that are the same in all blocks.
+          num_read: Number of leading tokens that are read; None: all.
 
         Returns:
-          All tokens, or only the leading ones if the heads read no others.
+          All tokens, or only those that are read.
         """
         config = self.config
         rate, kind = self.regularization.stochastic_depth, self.regularization.stochastic_depth_kind
@@ -285,7 +289,7 @@ class Encoder(ViTModule):
         if needs_all or self.compute.last_block == 'whole':
             x = self._all_tokens(x, own, shared)
         else:
-            x = self._first_tokens(x, own, shared)
+            x = self._first_tokens(x, own, shared, num_read)
         if config.final_norm == 'after_pool':
             return x
         return tap_array(self, 'norm', self.normalize(x, 'norm'))
@@ -303,8 +307,10 @@ class Encoder(ViTModule):
         blocks = scan(self.config, self.regularization, self.compute, name='block')
         return blocks(x, own, shared)[0]
 
-    def _first_tokens(self, x: Tokens, own: PerBlock, shared: SharedPositions) -> FirstTokens:
-        """Like `_all_tokens`, but the last block computes only the tokens that the heads read.
+    def _first_tokens(
+        self, x: Tokens, own: PerBlock, shared: SharedPositions, num_read: int | None
+    ) -> FirstTokens:
+        """Like `_all_tokens`, but the last block computes only the tokens that are read.
 
         This saves 7 % of the multiply-adds of B/16. Dropout and stochastic depth prevent it.
         """
@@ -338,7 +344,7 @@ class Encoder(ViTModule):
             *first, last = (jax.tree.unflatten(tree, part) for part in parts)
             for part in first:
                 x = apply_remat(run, self.compute)(x, part)
-        return run(x, last, num_outputs=self.config.num_tokens_read)
+        return run(x, last, num_outputs=num_read)
 
 
 class AttentionPool(ViTModule):
@@ -360,16 +366,22 @@ def tile_over_batch(tokens: Float[Array | np.ndarray, '1 r d'], like: Tokens) ->
 
 
 class ViT(ViTModule):
-    """Vision Transformer from images to logits, features (the head's input) or patch outputs.
+    """Vision Transformer from images to an `OutputKind`.
 
     Without a head, it returns features in place of logits. `corruption` replaces patch embeddings.
+    Only the patches `kept` are encoded; None: those that PatchDropout keeps.
     """
 
     head: nn.Module | None
 
     @nn.compact
     def __call__(
-        self, images: Images, corruption: Corruption | None = None, *, output: OutputKind = 'logits'
+        self,
+        images: Images,
+        corruption: Corruption | None = None,
+        kept: Kept | None = None,
+        *,
+        output: OutputKind = 'logits',
     ) -> Float[Array, '...']:
         config, parts = self.config, (self.config, self.regularization, self.compute)
         if config.backbone is not None:
@@ -379,14 +391,20 @@ class ViT(ViTModule):
             patch_head = MaskedPatchHead(config.patch_outputs, config.width, name='masked')
             if corruption is not None:
                 x = patch_head.corrupt(x, corruption)
-        x, kept = self._embed(x)
+        x, kept = self._embed(x, kept)
         shared = SharedPositions(self.position_table('every_layer_shared'), kept)
-        x = Encoder(*parts, name='encoder')(x, shared)
+        num_read = None if output == 'tokens' else config.num_tokens_read
+        x = Encoder(*parts, name='encoder')(x, shared, num_read)
         if config.patch_outputs is not None and self.is_initializing():
             patch_head(x)  # creates its parameters
-        x = x[:, config.num_prefix_tokens :] if output == 'patches' else self._pool(x)
+        if output == 'patches':
+            x = x[:, config.num_prefix_tokens :]
+        elif output != 'tokens':
+            x = self._pool(x)
         if config.final_norm == 'after_pool':
             x = self.normalize(x, 'norm')
+        if output == 'tokens':
+            return x
         if output == 'patches':
             return activation_sharding.keep_sharded(patch_head(x))
         if config.representation_size is not None:
@@ -395,11 +413,13 @@ class ViT(ViTModule):
         x = x.astype(jnp.float32)
         return x if output == 'features' else compute_logits(config, self.head, x)
 
-    def _embed(self, x: Tokens) -> tuple[Float[Array, 'b m d'], Kept | None]:
+    def _embed(
+        self, x: Tokens, kept: Kept | None = None
+    ) -> tuple[Float[Array, 'b m d'], Kept | None]:
         """Adds class tokens, positions and registers (equation 1). Registers have no positions.
 
         Returns:
-          The tokens, and the indices of the patches that PatchDropout keeps; None: all.
+          The tokens, and the indices of the patches that are encoded; None: all.
         """
         config, before = self.config, self.config.num_class_tokens
         zeros, normal = nn.initializers.zeros, nn.initializers.normal(0.02)
@@ -410,10 +430,11 @@ class ViT(ViTModule):
             registers = self.param('registers', normal, (1, config.registers, config.width))
         x = jnp.concatenate([*(tile_over_batch(token, x) for token in cls_tokens), x], axis=1)
         x = positions.add(x, self.position_table('stem'), before)
-        kept, patches = None, x.shape[1] - before
-        if self.regularization.patch_dropout > 0:
+        if kept is None and self.regularization.patch_dropout > 0:
+            patches = x.shape[1] - before
             count = self.regularization.num_kept(patches)
             kept = positions.draw_kept(self.make_rng('dropout'), (len(x), patches), count)
+        if kept is not None:
             x = positions.keep_patches(x, kept, before)
         x = Dropout(self.regularization.dropout, name='dropout')(x)
         if config.registers:

@@ -17,6 +17,7 @@ from vit_jax.models import Remat
 from vit_jax.models.compute import POLICIES
 from vit_jax.planning import ahead_of_time
 from vit_jax.planning.ahead_of_time import DoesNotFitError, Topology
+from vit_jax.tasks.making import make_task
 from vit_jax.training import muon
 from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.training.param_groups import make_param_groups
@@ -47,7 +48,7 @@ def with_dummy_data(
     require(config.total is not None, wrong)
     has_model = config.model is not None or config.start_from is not None
     require(has_model, 'config.model: not set; expected a model or --config.start_from=CHECKPOINT')
-    if config.objective is not None:  # masked patches need no classes
+    if not make_task(config, num_classes=1).uses_labels:
         num_classes = 1
     elif config.model is not None:
         num_classes = num_classes or config.model.num_classes
@@ -61,7 +62,8 @@ def with_dummy_data(
         num_classes = num_classes or len(data.class_names)
         num_images = num_images or len(data)
     if config.model is None:
-        model = resolve_model(config, open_start(config), num_classes)
+        task = make_task(config, num_classes=num_classes)
+        model = resolve_model(config, open_start(config), task)
         config = dataclasses.replace(config, model=model)
 
     def raise_error(_: Any) -> Any:

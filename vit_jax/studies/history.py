@@ -5,9 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import Path, UserError, files, require, storage, usable
-from vit_jax.config import read_config
+from vit_jax.base import Path, UserError, files, records, require, storage, usable
+from vit_jax.config import TrainConfig, read_config
 from vit_jax.experiment import reporter, workdirs
+from vit_jax.training.metrics import Metric, resolve_metrics
 
 Numbers = dict[str, dict[int, float]]  # by KIND/NAME, such as test/accuracy, and step
 
@@ -24,6 +25,14 @@ class History(NamedTuple):
     step: int  # the later of the last event's step and the last step in metrics.jsonl
     event: str  # last one in events.jsonl, such as `saving` or `complete`; '' without the file
     changes: list[tuple[int, str]]  # accepted changes of the configuration, and their steps
+
+    @property
+    def own_metrics(self) -> list[Metric]:
+        """The metrics that the configuration adds; functions are known by name only."""
+        hint = records.field_type(TrainConfig, 'metrics', 'config')
+        return resolve_metrics(
+            records.parse(hint, self.config.get('metrics', ()), 'config.metrics')
+        )
 
 
 def read_histories(paths: Sequence[str]) -> list[History]:

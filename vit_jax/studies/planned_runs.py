@@ -12,11 +12,11 @@ from vit_jax.base import Path, UserError, plural, records, require, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import FREE, TrainConfig, differing, write_config
-from vit_jax.evaluation.evaluator import lower_is_better
 from vit_jax.experiment import reporter, workdirs
 from vit_jax.experiment.values import remove_values
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
+from vit_jax.training.metrics import find_metric
 
 
 class PlannedRun(NamedTuple):
@@ -166,5 +166,5 @@ def _find_checkpoint(workdir: Path, best: str | None) -> Path:
 def find_best_step(run: history.History, best: str) -> int | None:
     """Returns the step with the best value of KIND/NAME; None if no step has a value."""
     by_step = {step: x for step, x in run.numbers.get(best, {}).items() if x == x}  # without NaN
-    choose = min if lower_is_better(best) else max
+    choose = min if find_metric(best, run.own_metrics).lower_is_better else max
     return choose(by_step, key=by_step.__getitem__, default=None)

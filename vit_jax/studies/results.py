@@ -15,6 +15,7 @@ from vit_jax.models import count_multiply_adds
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, PlotConfig, Study
 from vit_jax.studies.planned_runs import PlannedRun, find_best_step, read_last_step
+from vit_jax.training.metrics import Metric, find_metric, resolve_metrics
 
 Measures = dict[str, float]  # by KIND/NAME
 
@@ -115,31 +116,32 @@ def _by_seed(numbers: Sequence[Mapping[int, float]]) -> dict[int, float]:
     return {seed: float(np.mean([each[seed] for each in numbers])) for seed in sorted(seeds)}
 
 
-def is_percentage(measure: str) -> bool:
-    """Returns whether a measure is shown in percent."""
-    return 'accuracy' in measure or 'precision' in measure
-
-
-def text_of(measure: str, value: float) -> str:
-    """Formats a measure for tables."""
+def text_of(measure: str, value: float, own: Sequence[Metric] = ()) -> str:
+    """Formats a measure for tables; `own` are metrics of the user."""
     if measure == COMPUTE:
         large = value >= 1e15  # table 6 of the ViT paper is in exaFLOPs
         return f'{value / 1e18:.4g} exaFLOP' if large else f'{value / 1e12:.4g} TFLOP'
-    return f'{value:.2%}' if is_percentage(measure) else f'{value:.4g}'
+    return find_metric(measure, own).format(value)
 
 
 def format_tables(study: Study, rows: Sequence[Row]) -> str:
     """Formats the title and a table per grid in Markdown."""
+    own = resolve_metrics(study.base.metrics)
     texts = [f'# {study.title}', '']
     for name, grid in study.grids.items():
         grid_rows = [row for row in rows if row.grid == name]
         if grid.measures:
-            texts += [f'## {name}', '', *format_table(grid_rows, grid.measures), '']
+            texts += [f'## {name}', '', *format_table(grid_rows, grid.measures, own), '']
     return '\n'.join(texts)
 
 
-def format_table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
-    """Returns the lines of a Markdown table: axis values, mean and deviation of each measure."""
+def format_table(
+    rows: Sequence[Row], measures: Sequence[str], own: Sequence[Metric] = ()
+) -> list[str]:
+    """Returns the lines of a Markdown table: axis values, mean and deviation of each measure.
+
+    `own` are metrics of the user.
+    """
     has_published = ['published'] if any(row.published is not None for row in rows) else []
     columns = [*rows[0].values, *measures, *has_published, 'seeds']
     lines = [columns, ['---'] * len(columns)]
@@ -147,12 +149,12 @@ def format_table(rows: Sequence[Row], measures: Sequence[str]) -> list[str]:
         cells = [*row.values.values()]
         for measure in measures:
             numbers = [*row.numbers[measure].values()]
-            cell = text_of(measure, float(np.mean(numbers))) if numbers else ''
+            cell = text_of(measure, float(np.mean(numbers)), own) if numbers else ''
             deviation = sample_deviation(numbers) if measure != COMPUTE else None
-            cell += '' if deviation is None else f' ± {text_of(measure, deviation)}'
+            cell += '' if deviation is None else f' ± {text_of(measure, deviation, own)}'
             cells.append(cell)
         if has_published:
-            cells.append('' if row.published is None else text_of(measures[0], row.published))
+            cells.append('' if row.published is None else text_of(measures[0], row.published, own))
         lines.append([*cells, f'{max(map(len, row.numbers.values()))} of {row.num_runs}'])
     return [f'| {" | ".join(cells)} |' for cells in lines]
 

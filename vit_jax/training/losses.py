@@ -1,7 +1,4 @@
-"""Losses and metrics, which map logits and targets to one number per example.
-
-To add a metric, extend `example_metrics`.
-"""
+"""Losses, which map logits and targets to one number per example, and sums over examples."""
 
 import dataclasses
 from collections.abc import Callable
@@ -67,6 +64,18 @@ def make_loss(config: LossConfig | Loss) -> Loss:
     return loss
 
 
+def with_scaled_targets(loss: Loss) -> Loss:
+    """Returns the loss with multi-hot targets scaled to sum to one (any of the classes is right).
+
+    Targets without a class stay zero.
+    """
+
+    def scaled(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
+        return loss(logits, targets / jnp.maximum(1, targets.sum(axis=-1, keepdims=True)))
+
+    return scaled
+
+
 def make_targets(labels: Num[Array, 'b ...'], num_classes: int) -> Float[Array, 'b k']:
     """Returns float32 targets: class numbers (b) are one-hot encoded, rows (b k) are kept."""
     return jax.nn.one_hot(labels, num_classes) if labels.ndim == 1 else labels.astype(jnp.float32)
@@ -78,7 +87,7 @@ class BatchSums(NamedTuple):
     The mask is False for padding and for unreadable images.
     """
 
-    sums: dict[str, Array]  # sums of the loss and of `example_metrics`, by name
+    sums: dict[str, Array]  # sums of loss and metrics, by name
     num_examples: Array  # number of examples in each sum
     outputs: dict[str, Array]  # outputs of each example (b ...) by name, including masked ones
 
@@ -105,24 +114,3 @@ class StepMetrics(NamedTuple):
         """Means of loss and metrics over the examples, by name; 0 without examples."""
         count = max(1.0, float(self.num_examples))
         return {name: float(total) / count for name, total in self.sums.items()}
-
-
-def example_metrics(
-    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
-) -> dict[str, Float[Array, 'b']]:
-    """Computes metrics of each example by name. Training and evaluation report their means.
-
-    `accuracy` is the target of the class with the highest logit. `top5_accuracy` is the sum of the
-    targets of the five highest, at most 1. Both are 0 or 1 for one-hot and multi-hot targets, and
-    between 0 and 1 for the mixed targets of MixUp and CutMix.
-    """
-    # XLA would gather the logits of all devices for jax.lax.top_k (jax 0.10.2).
-    rest, hits = jax.lax.stop_gradient(logits), []
-    for _ in range(5):  # highest logit first; the first of equal logits counts as higher
-        best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])
-        hits.append((best * targets).sum(axis=-1))
-        rest = jnp.where(best > 0, -jnp.inf, rest)
-    metrics = {'accuracy': hits[0]}
-    if logits.shape[-1] > 5:  # otherwise it would always be 1
-        metrics['top5_accuracy'] = jnp.minimum(1.0, sum(hits))
-    return metrics

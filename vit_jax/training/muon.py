@@ -16,9 +16,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from vit_jax.base import Array, Float, Params, Scalar, tree_names
 from vit_jax.models.activation_sharding import mesh_in_context
-from vit_jax.training.param_groups import BLOCKS
+from vit_jax.training.param_groups import BLOCKS, is_stacked
 
-MATRIX = f'({BLOCKS}|backbone/stage).*kernel'  # parameters whose momentum Muon orthogonalizes
+MATRIX = f'(.*{BLOCKS}|backbone/stage).*kernel'  # parameters whose momentum Muon orthogonalizes
 _ITERATIONS = 5  # Newton-Schulz iterations
 
 
@@ -58,7 +58,7 @@ def count_flops(params: Params, trainable: Any, mesh: Mesh) -> int:
         if is_trained[name] and re.fullmatch(MATRIX, name):
             m, n = _matrix_sides(name, leaf)
             blocks = 1
-            if name.startswith(BLOCKS):
+            if is_stacked(name):
                 blocks = math.ceil(leaf.shape[0] / _depth_axes(leaf.shape[0], mesh)[1])
             operations += blocks * _ITERATIONS * (4 * m**2 * n + 2 * m**3)
     return operations
@@ -70,7 +70,7 @@ def _matrix_axes(name: str, leaf: Any) -> optax.contrib.MuonDimensionNumbers:
     Axis 0 of a kernel of blocks is the depth, a batch axis. A convolution is a matrix with a row
     per (height, width, input channel) and a column per output channel.
     """
-    if not name.startswith(BLOCKS):
+    if not is_stacked(name):
         return optax.contrib.MuonDimensionNumbers((0, 1, 2), (3,))
     first = leaf.ndim - 1 if name.endswith('attention/out/kernel') else 2
     return optax.contrib.MuonDimensionNumbers((*range(1, first),), (*range(first, leaf.ndim),))
@@ -98,7 +98,7 @@ def _depth_axes(depth: int, mesh: Any) -> tuple[tuple[str, ...], int]:
 def _split_blocks(name: str, momentum: Float[Array, 'd ...']) -> Float[Array, 'p ...']:
     """Pads the blocks of a kernel and splits them over the mesh in jax's context."""
     mesh = mesh_in_context()
-    if mesh is None or mesh.size == 1 or not name.startswith(BLOCKS):
+    if mesh is None or mesh.size == 1 or not is_stacked(name):
         return momentum
     axes, parts = _depth_axes(len(momentum), mesh)
     padding = [(0, -len(momentum) % parts), *[(0, 0)] * (momentum.ndim - 1)]

@@ -15,7 +15,7 @@ import optax
 from vit_jax.base import Float, Params, Scalar, UserError, plural, records, tree_names
 from vit_jax.training import muon
 from vit_jax.training.duration import Duration, TrainLength
-from vit_jax.training.param_groups import BLOCKS, ParamGroups, ParamGroupsConfig
+from vit_jax.training.param_groups import ParamGroups, ParamGroupsConfig, is_stacked
 from vit_jax.training.sharpness import Sam
 
 OptimizerFunction = Callable[[optax.Schedule], optax.GradientTransformation]
@@ -250,7 +250,7 @@ def _adafactor(b1: Scalar, b2: Scalar, moment_dtype: str) -> optax.GradientTrans
         rms = optax.scale_by_factored_rms(min_dim_size_to_factor=min_size, decay_rate_fn=decay)
 
         def selects(name: str, leaf: Any) -> bool:  # ignores the axis of stacked blocks
-            return (leaf.ndim - name.startswith(BLOCKS) < 2) == vectors
+            return (leaf.ndim - is_stacked(name) < 2) == vectors
 
         return optax.masked(rms, functools.partial(tree_names.map_named, selects))
 
@@ -265,7 +265,7 @@ def _scale_by_trust_ratio() -> optax.GradientTransformation:
     """Makes LAMB's factor |parameter| / |update|, one for each block of a stacked parameter."""
 
     def scale(name: str, update: Any, param: Any) -> Any:
-        axes = tuple(range(int(name.startswith(BLOCKS)), param.ndim))
+        axes = tuple(range(int(is_stacked(name)), param.ndim))
         length, step = (jnp.sqrt(jnp.sum(x**2, axes, keepdims=True)) for x in (param, update))
         return update * jnp.where((length > 0) & (step > 0), length / step, 1.0)
 

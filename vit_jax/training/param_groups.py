@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from vit_jax.base import UserError, records, tree_names
-from vit_jax.training.distillation import PROJECTION
+from vit_jax.training.objectives import TASK
 
-BLOCKS = 'encoder/block/'  # stacked parameters, whose first axis is the depth
+BLOCKS = 'encoder/block/'  # the blocks of the model
 _HEAD = r'(masked/)?head/.*'  # head for classes, or for patches
 # Parameters of the head's layer. All others that are not in blocks belong to layer 0, so that a new
 # kind of embedding never counts as part of the head.
-_LAST_LAYER = re.compile(rf'(encoder/norm|norm|pool|pre_logits|{PROJECTION})/.*|{_HEAD}')
+_LAST_LAYER = re.compile(rf'(encoder/norm|norm|pool|pre_logits|{TASK})/.*|{_HEAD}')
 _multiply = functools.partial(jax.tree.map, operator.mul)
 
 
@@ -132,6 +132,11 @@ def _trainable_factors(params: Any, count: int) -> Any:
     if count >= head:
         raise UserError(f'config.optimizer.trained_blocks={count}: expected at most {head - 1}')
     return jax.tree.map(lambda layer: np.float32(layer >= head - count), layers)
+
+
+def is_stacked(name: str) -> bool:
+    """Returns whether a parameter is stacked over blocks, so that its first axis is the depth."""
+    return BLOCKS in name
 
 
 def _layer_indices(params: Any, field: str) -> tuple[Any, int]:

@@ -1,6 +1,6 @@
 """The training step, a pure function (state, batch) -> (state, metrics)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +10,9 @@ import optax
 
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params, Scalar
 from vit_jax.training import losses
-from vit_jax.training.distillation import PROJECTION
 from vit_jax.training.losses import BatchSums, Loss, StepMetrics
+from vit_jax.training.metrics import OutputName, compute_outputs, example_metrics
+from vit_jax.training.objectives import TASK
 from vit_jax.training.optimizer import schedule_free_average
 from vit_jax.training.sharpness import GradientFunction, Sharpener
 
@@ -54,15 +55,15 @@ class TrainState(NamedTuple):
         if self.ema_params is not None:
             rest['params'] = self.params
         params = dict(self.eval_params)
-        if PROJECTION in params:  # not part of the model
-            rest[PROJECTION] = params.pop(PROJECTION)
+        if TASK in params:
+            rest[TASK] = params.pop(TASK)
         return params, rest
 
     @staticmethod
     def join(eval_params: Params, rest: dict[str, Any]) -> 'TrainState':
         """Inverts `split`."""
-        if PROJECTION in rest:
-            eval_params = eval_params | {PROJECTION: rest[PROJECTION]}
+        if TASK in rest:
+            eval_params = eval_params | {TASK: rest[TASK]}
         if 'params' in rest:
             return TrainState(rest['step'], rest['params'], rest['optimizer'], eval_params)
         return TrainState(rest['step'], eval_params, rest['optimizer'], None)
@@ -95,7 +96,7 @@ def make_loss_sums(
     loss: Loss,
     normalize: Callable[[Array], Float[Array, 'b h w c']],
     *,
-    outputs: Callable[..., dict[str, Array]] | None = None,
+    outputs: Iterable[OutputName] = (),
 ) -> Callable[..., BatchSums]:
     """Makes the function that computes loss and metrics, in training and evaluation.
 
@@ -103,7 +104,7 @@ def make_loss_sums(
       apply: Maps (params, images, key) to logits; see `Model`.
       loss: Maps (logits, targets) to one loss per example.
       normalize: Maps images with pixels from 0 to 255 to the input of the model.
-      outputs: Maps (logits, targets) to outputs of each example by name, for `BatchSums.outputs`.
+      outputs: Names of the outputs of each example, for `BatchSums.outputs`.
 
     Returns:
       `loss_sums(params, batch, key=None)`, which sums the loss and each of `example_metrics` over
@@ -112,9 +113,10 @@ def make_loss_sums(
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         logits = apply(params, normalize(batch['images']), key)
-        targets, mask = losses.make_targets(batch['labels'], logits.shape[-1]), batch['mask']
-        values = {'loss': loss(logits, targets)} | losses.example_metrics(logits, targets)
-        return losses.sum_examples(values, mask, outputs(logits, targets) if outputs else None)
+        targets = losses.make_targets(batch['labels'], logits.shape[-1])
+        values = {'loss': loss(logits, targets)} | example_metrics(logits, targets)
+        named = compute_outputs(outputs, logits, batch['labels'])
+        return losses.sum_examples(values, batch['mask'], named)
 
     return loss_sums
 
@@ -138,8 +140,8 @@ def make_update(
     metric `skipped` is 1.
 
     Args:
-      loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`). With a teacher, it
-        also gets the teacher's parameters, as `teacher` (see `make_distillation_sums`).
+      loss_sums: Maps (params, batch, key) to `BatchSums` (see `make_loss_sums`). It also gets the
+        frozen parameters of the task, as `frozen`, if there are any.
       optimizer: Transforms the gradient of the mean loss into an update.
       schedule: The optimizer's schedule, for the metric `learning_rate`.
       augment: Maps (key, batch) to a batch. The key is constant; fold in epoch and example number.
@@ -153,14 +155,14 @@ def make_update(
         metrics are from the first pass; `gradient_norm` is the norm of SAM's gradient.
 
     Returns:
-      `update(state, batch, teacher=None, loss_limit=inf)`; `teacher` are the parameters of the
-      teacher, if any.
+      `update(state, batch, frozen=None, loss_limit=inf)`; `frozen` are the frozen parameters of
+      the task, such as those of a teacher.
     """
 
     def update(
-        state: TrainState, batch: Batch, teacher: Params | None = None, loss_limit: Any = jnp.inf
+        state: TrainState, batch: Batch, frozen: Params | None = None, loss_limit: Any = jnp.inf
     ) -> tuple[TrainState, StepMetrics]:
-        options = {} if teacher is None else {'teacher': teacher}
+        options = {} if frozen is None else {'frozen': frozen}
 
         def summed_loss(
             params: Params, batch: Batch, key: Key[Array, '']

@@ -22,10 +22,10 @@ from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Compute, build
 from vit_jax.planning.memory_plan import with_dummy_data
-from vit_jax.training import distillation
-from vit_jax.training.distillation import PROJECTION, Distillation, Teacher
+from vit_jax.tasks import distillation
+from vit_jax.tasks.distillation import PROJECTION, Teacher
 from vit_jax.training.losses import LossConfig, make_loss, make_targets
-from vit_jax.training.masked_patches import MaskedPatches
+from vit_jax.training.objectives import TASK, Distillation, MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 from vit_jax.training.update import TrainState, make_update
 
@@ -64,7 +64,7 @@ def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
     loss_sums = distillation.make_distillation_sums(*options, teacher, loss, scale)
     map_of_features = {'kernel': jnp.eye(3), 'bias': jnp.zeros(3)}
     head = {'kernel': jnp.zeros((3, tiny.CLASSES)), 'bias': jnp.zeros(tiny.CLASSES)}
-    params = {'by': jnp.ones(()), 'head': head, PROJECTION: map_of_features}
+    params = {'by': jnp.ones(()), 'head': head, TASK: {PROJECTION: map_of_features}}
     mixup = functools.partial(augment, config=Augmentation(mixup=0.5), targets_of=TARGETS)
     sgd, options = optax.sgd(0.1), {'augment': mixup, 'accumulation_steps': parts}
     update = make_update(loss_sums, sgd, jnp.sqrt, **options)
@@ -83,7 +83,7 @@ def test_a_new_student_is_as_far_from_the_teacher_as_equal_probabilities(dtype, 
     """Its head is zero, so KL(p || 1/k) = log k - H(p), of images that OpenCV resized."""
     config = experiment(saved(tmp_path), compute=Compute(dtype=dtype))
     built, state, update = tiny.compiled(config)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(built.teacher)} == {dtype}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(built.frozen)} == {dtype}
     _, metrics = update(state, BATCH)
     resized = np.stack([cv2.resize(np.float32(image), (24, 16)) for image in BATCH['images']])
     p = vit_jax.load(tmp_path / 'teacher').probabilities(normalize(resized, SCALING))
@@ -104,7 +104,7 @@ def test_devices_parts_and_sharding_change_nothing_and_the_teacher_stays(tmp_pat
     ):
         config = experiment(saved(tmp_path), 'features', **rate, **changes)
         built, state, update = tiny.compiled(config, devices)
-        placed = built.teacher if teacher is None else jax.device_put(teacher, devices[0])
+        placed = built.frozen if teacher is None else jax.device_put(teacher, devices[0])
         assert placed['embedding']['kernel'].is_fully_replicated == (teacher is not None)
         teacher = jax.device_get(placed)
         state, metrics = update(state, BATCH, placed)
@@ -124,7 +124,7 @@ def test_each_head_has_its_own_target():
     @jax.grad
     def gradient(params, labels, predicted):
         batch = jax.tree.map(jnp.asarray, BATCH) | {'labels': labels}
-        return sums(params, batch, teacher={'logits': TARGETS(predicted)}).sums['loss']
+        return sums(params, batch, frozen={'logits': TARGETS(predicted)}).sums['loss']
 
     same, others = BATCH['labels'], (BATCH['labels'] + 1) % 10
     pairs = (same, same), (others, same), (same, others)
@@ -140,8 +140,8 @@ def test_a_checkpoint_has_only_the_student_and_its_teacher_may_not_change(tmp_pa
     decay = OptimizerConfig(layer_decay=0.5)  # of layers below the map of features
     config = experiment(saved(tmp_path), 'features', optimizer=decay)
     run = training_run.train(config, str(tmp_path / 'run'))
-    start = run.experiment.functions.init_params(run.experiment.values)[PROJECTION]['kernel']
-    assert np.abs(run.state.params[PROJECTION]['kernel'] - start).max() > 1e-3
+    start = run.experiment.functions.init_params(run.experiment.values)[TASK][PROJECTION]['kernel']
+    assert np.abs(run.state.params[TASK][PROJECTION]['kernel'] - start).max() > 1e-3
     model = run.experiment.model
     stored, fresh = load_params(str(tmp_path / 'run')), model.init(jax.random.key(0))
     chex.assert_trees_all_equal_shapes(named_leaves(stored), named_leaves(fresh))
@@ -154,8 +154,10 @@ def test_a_model_for_a_gpu_gets_its_linear_map_without_one():
     model = build(
         tiny.model(), compute=Compute(dtype='bfloat16', attention='cudnn'), platform='gpu'
     )
-    params = jax.eval_shape(distillation.with_projection(model, model).init, jax.random.key(0))
-    assert params[PROJECTION]['kernel'].shape == (model.config.width, model.config.width)
+    params = jax.eval_shape(
+        distillation.with_projection(model, model.config.width).init, jax.random.key(0)
+    )
+    assert params[TASK][PROJECTION]['kernel'].shape == (model.config.width, model.config.width)
 
 
 @pytest.mark.gate
@@ -166,7 +168,7 @@ def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_p
     state, _, _, teacher, _ = lowered.args_info[0]
     assert all(leaf.donated for leaf in jax.tree.leaves(state))
     assert not any(leaf.donated for leaf in jax.tree.leaves(teacher))
-    assert len(jax.tree.leaves(teacher)) == len(jax.tree.leaves(built.teacher))
+    assert len(jax.tree.leaves(teacher)) == len(jax.tree.leaves(built.frozen))
 
 
 @pytest.mark.parametrize(

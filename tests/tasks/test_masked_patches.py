@@ -11,8 +11,9 @@ from tests.networks import HYBRID, RESNET
 from vit_jax.data.augmentation import example_keys
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.models.masked_patches import cut_patches
-from vit_jax.training import masked_patches
-from vit_jax.training.masked_patches import MaskedPatches, configure_for_patches
+from vit_jax.tasks import masked_patches
+from vit_jax.tasks.masked_patches import configure_for_patches
+from vit_jax.training.objectives import MaskedPatches
 from vit_jax.training.update import CORRUPT, make_purpose_key
 
 RNG = np.random.default_rng(0)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,39 +11,52 @@ import optax
 
 from vit_jax.base import UserError, records
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params
-from vit_jax.models import Corruption, ModelConfig, ViTConfig
+from vit_jax.checkpoints import transfer
+from vit_jax.config import TrainConfig
+from vit_jax.data.augmentation import example_keys
+from vit_jax.models import Corruption, Model, ModelConfig, ViTConfig
 from vit_jax.models.masked_patches import cut_patches
-from vit_jax.training.losses import BatchSums, example_metrics, sum_examples
+from vit_jax.tasks.base import LossSums, Normalize, Task
+from vit_jax.training import update
+from vit_jax.training.losses import BatchSums, sum_examples
+from vit_jax.training.metrics import example_metrics
+from vit_jax.training.objectives import MaskedPatches, Target
 
-Target = Literal['mean_color', 'colors_4x4', 'pixels']
 _CELLS: dict[Target, int] = {'mean_color': 1, 'colors_4x4': 4}  # cells per side of a patch
 _LEVELS = 8  # levels per color channel (3 bits)
 NUM_COLORS = _LEVELS**3
 
 
-@dataclasses.dataclass(kw_only=True)
-class MaskedPatches(records.Record):
-    """Masked patch prediction: some patch embeddings are corrupted, and the patches are predicted.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskedPatchPrediction(Task):
+    """Prediction of corrupted patches from the others, without labels."""
 
-    `mean_color` classifies the mean color of a patch (3 bits per channel, 512 classes), and
-    `colors_4x4` the mean color of each of its 4x4 cells. `pixels` predicts the normalized pixels,
-    with the mean squared error as loss.
-    """
+    uses_labels = False
 
-    fraction: float = 0.5  # fraction of the patches of an image that are corrupted
-    masked: float = 0.8  # probability that a corrupted patch becomes the mask token
-    replaced: float = 0.1  # probability that it becomes another patch; else it is unchanged
-    target: Target = 'mean_color'  # mean color; colors_4x4: colors of 4x4 cells; pixels: pixels
+    @property
+    def shown(self) -> tuple[str, ...]:
+        return 'loss', 'accuracy'
 
-    def check(self) -> None:
-        records.require_between(self, 'fraction', above=0, high=1)
-        records.require_between(self, 'masked', 'replaced', low=0, high=1)
-        wrong = f'masked={self.masked:g}, replaced={self.replaced:g}: expected a sum of at most 1'
-        records.require(self.masked + self.replaced <= 1 + 1e-6, wrong)
+    def adapt_stored_model(self, model: ModelConfig) -> ModelConfig:
+        return transfer.with_linear_head(transfer.remove_head(model), num_classes=None)
 
-    def num_corrupted(self, patches: int) -> int:
-        """Returns the number of corrupted patches in an image with this number of patches."""
-        return round(self.fraction * patches)
+    def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
+        assert isinstance(config.objective, MaskedPatches)
+        return configure_for_patches(model, config.objective)
+
+    def train_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
+        assert isinstance(config.objective, MaskedPatches)
+        assert isinstance(model.config, ViTConfig)
+
+        def keys_of(batch: Batch) -> Key[Array, 'b']:
+            return example_keys(update.make_purpose_key(config.seed, update.CORRUPT), batch)
+
+        return make_patch_loss_sums(
+            model.predict_patches, config.objective, normalize, model=model.config, keys_of=keys_of
+        )
+
+    def eval_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
+        return self.train_sums(config, model, normalize)
 
 
 def configure_for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfig:

@@ -1,0 +1,1 @@
+"""Tasks: what a run learns, and how it is measured. One file per task."""

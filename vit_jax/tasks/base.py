@@ -1,0 +1,93 @@
+"""The interface of a task: what a run learns, and how this is measured."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from vit_jax.base import Array, Float
+from vit_jax.config import TrainConfig
+from vit_jax.data.sources.base import Source
+from vit_jax.models import Model, ModelConfig
+from vit_jax.pretrained import LoadedModel
+from vit_jax.training.losses import BatchSums
+from vit_jax.training.metrics import OutputName
+
+# Maps (params, batch, key=None) to sums over the examples. A key enables dropout. If the task has
+# frozen parameters, the function also gets them, as `frozen`.
+LossSums = Callable[..., BatchSums]
+Normalize = Callable[[Array], Float[Array, 'b h w c']]  # from pixels (0 to 255) to a model's input
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a run learns, and how this is measured.
+
+    Compiled programs depend on the fields of a task. `train_sums` and `eval_sums` get the values of
+    the configuration, such as label smoothing, as numbers that jax may trace.
+    """
+
+    num_classes: int  # number of classes of the training images
+    outputs: tuple[OutputName, ...] = ()  # outputs of evaluations that metrics need
+
+    uses_labels: ClassVar[bool] = True
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of the metrics of whole data sets that each evaluation measures."""
+        return ()
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Names of the metrics that are printed during training, besides those of the user."""
+        raise NotImplementedError
+
+    def check_data(
+        self, config: TrainConfig, train: Source, evaluated: Mapping[str, Source]
+    ) -> list[str]:
+        """Lists problems of the labels of training and evaluated images, with remedies."""
+        return []
+
+    def adapt_stored_model(self, model: ModelConfig) -> ModelConfig:
+        """Returns the architecture of a checkpoint with the outputs that the task trains."""
+        raise NotImplementedError
+
+    def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
+        """Returns the architecture to train. Raises UserError if it does not fit the task."""
+        raise NotImplementedError
+
+    def load(
+        self, config: TrainConfig, class_names: Sequence[str]
+    ) -> tuple[TrainConfig, 'Task', LoadedModel | None]:
+        """Loads the model that the task needs besides the trained one, if any.
+
+        Returns:
+          Configuration and task with what is now known about the model, and the model. Its
+          parameters are frozen.
+        """
+        return config, self, None
+
+    def extend_model(self, config: TrainConfig, model: Model) -> Model:
+        """Adds parameters to the initial ones that are trained but are not part of the model.
+
+        They are below `TASK` (training/objectives.py). Checkpoints store them outside of the model.
+        """
+        return model
+
+    def train_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
+        """Makes the function that sums loss and metrics over a batch in training.
+
+        Raises UserError if the model does not fit the task.
+        """
+        raise NotImplementedError
+
+    def eval_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
+        """Makes the function that sums loss and metrics over a batch in evaluations."""
+        raise NotImplementedError
+
+    def card_fields(self, config: TrainConfig, class_names: Sequence[str]) -> dict[str, Any]:
+        """Returns the fields of a checkpoint's card that depend on the task."""
+        return {}
+
+    def describe(self, config: TrainConfig) -> list[str]:
+        """Returns lines for the start of a run."""
+        return []

@@ -1,0 +1,33 @@
+"""Chooses the task of a configuration."""
+
+from vit_jax.config import TrainConfig
+from vit_jax.tasks.autoencoding import Autoencoding
+from vit_jax.tasks.base import Task
+from vit_jax.tasks.distillation import FromTeacher
+from vit_jax.tasks.masked_patches import MaskedPatchPrediction
+from vit_jax.tasks.several_labels import SeveralLabels
+from vit_jax.tasks.single_label import SingleLabel
+from vit_jax.training.objectives import MaskedAutoencoder, MaskedPatches
+
+# The task of each type of `config.objective`.
+_OF_OBJECTIVES: dict[type, type[Task]] = {
+    MaskedPatches: MaskedPatchPrediction,
+    MaskedAutoencoder: Autoencoding,
+}
+
+
+def make_task(config: TrainConfig, *, num_classes: int, multi_label: bool = False) -> Task:
+    """Makes the task of a configuration.
+
+    Args:
+      config: The configuration.
+      num_classes: Number of classes of the training images.
+      multi_label: Whether the training images may have several classes.
+    """
+    if config.objective is not None:
+        return _OF_OBJECTIVES[type(config.objective)](num_classes=num_classes)
+    kind = SeveralLabels if multi_label else SingleLabel
+    labels = kind(num_classes=num_classes)
+    if config.distillation.teacher is not None:
+        return FromTeacher(num_classes=num_classes, labels=labels)
+    return labels

@@ -1,0 +1,257 @@
+"""Metrics: what is measured, in which unit, and whether less of it is better.
+
+A metric is a mean over examples, which a task sums on the devices, or a number of a whole data set
+(`Metric.of_set`), which the evaluator computes on the host from the outputs of all images.
+
+To add a metric, extend `METRICS`; a mean over examples is computed in `example_metrics`.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.special
+
+from vit_jax.base import Array, Bool, Float, Int, Num, UserError, records, require
+
+# Arrays of all images: logits (n k), class numbers (n) or rows of 0 and 1 (n k), and predictions
+# of the same shape as the labels.
+OutputName = Literal['logits', 'labels', 'predicted']
+MetricFunction = Callable[..., Any]  # maps (logits, labels) of all images to a number
+
+
+@dataclasses.dataclass(kw_only=True)
+class Metric(records.Record):
+    """A number that evaluations measure.
+
+    `of_set` gets the `outputs` of all images that could be read, as numpy arrays, and returns a
+    number. `logits` has a row per image. `labels` are class numbers, or rows of 0 and 1 if images
+    have several classes. `predicted` are the classes with the highest logit, or rows that are True
+    where the logit is positive.
+    """
+
+    name: str  # name in metrics.jsonl
+    unit: Literal['number', 'percent'] = 'number'  # percent: 0.5 is shown as 50.00%
+    lower_is_better: bool = False  # direction, for keep_best and patience
+    of_set: Callable[..., Any] | None = None  # f(*outputs) -> number; None: mean over examples
+    outputs: tuple[OutputName, ...] = ('logits', 'labels')  # arguments of of_set
+
+    @property
+    def label(self) -> str:
+        """The name for tables and messages."""
+        return self.name.replace('top5', 'top-5').replace('_', ' ')
+
+    def format(self, value: float) -> str:
+        """Formats a value with its unit."""
+        return f'{value:.2%}' if self.unit == 'percent' else f'{value:.4g}'
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Returns whether a value is better than another one."""
+        return value < other if self.lower_is_better else value > other
+
+    def measure(self, outputs: Mapping[str, Any]) -> float:
+        """Computes the metric of a whole data set from the outputs of its images by name.
+
+        Returns NaN if an output is not finite. Raises UserError if a function of the user does not
+        return a number.
+        """
+        assert self.of_set is not None
+        arrays = [outputs[name] for name in self.outputs]
+        if not all(np.isfinite(array).all() for array in arrays):  # scikit-learn would raise errors
+            return math.nan
+        value = self.of_set(*arrays)
+        if np.ndim(value) != 0 or not isinstance(value, int | float | np.number | np.ndarray):
+            text = ' '.join(repr(value).split())
+            raise UserError(f'metric {self.name}: got {text:.80}; expected a number')
+        return float(value)
+
+
+def example_metrics(
+    logits: Float[Array, 'b k'], targets: Float[Array, 'b k']
+) -> dict[str, Float[Array, 'b']]:
+    """Computes metrics of each example by name. Training and evaluation report their means.
+
+    `accuracy` is the target of the class with the highest logit. `top5_accuracy` is the sum of the
+    targets of the five highest, at most 1. Both are 0 or 1 for one-hot and multi-hot targets, and
+    between 0 and 1 for the mixed targets of MixUp and CutMix.
+    """
+    # XLA would gather the logits of all devices for jax.lax.top_k (jax 0.10.2).
+    rest, hits = jax.lax.stop_gradient(logits), []
+    for _ in range(5):  # highest logit first; the first of equal logits counts as higher
+        best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])
+        hits.append((best * targets).sum(axis=-1))
+        rest = jnp.where(best > 0, -jnp.inf, rest)
+    metrics = {'accuracy': hits[0]}
+    if logits.shape[-1] > 5:  # otherwise it would always be 1
+        metrics['top5_accuracy'] = jnp.minimum(1.0, sum(hits))
+    return metrics
+
+
+def compute_outputs(
+    names: Iterable[OutputName], logits: Float[Array, 'b k'], labels: Num[Array, 'b ...']
+) -> dict[str, Array]:
+    """Computes the outputs of each example that metrics of whole data sets need, by name."""
+    predicted = logits.argmax(axis=-1) if labels.ndim == 1 else logits > 0
+    outputs = {'logits': logits, 'labels': labels, 'predicted': predicted}
+    return {name: outputs[name] for name in names}
+
+
+def balanced_accuracy(predicted: Int[np.ndarray, 'n'], labels: Int[np.ndarray, 'n']) -> float:
+    """Computes the mean of the accuracies of all classes with images."""
+    images = np.bincount(labels)
+    hits = np.bincount(labels[predicted == labels], minlength=len(images))
+    return float(np.mean(hits[images > 0] / images[images > 0]))
+
+
+def macro_f1(
+    predicted: Int[np.ndarray, 'n'] | Bool[np.ndarray, 'n k'], labels: Num[np.ndarray, 'n ...']
+) -> float:
+    """Computes the mean F1 score of all classes with images or predictions.
+
+    F1 is 2 h / (l + p) for l images of a class, p predictions of it, and h correct ones.
+    """
+    if labels.ndim == 1:
+        classes = 1 + max(predicted.max(), labels.max())
+        hits = np.bincount(labels[predicted == labels], minlength=classes)
+        images = np.bincount(labels, minlength=classes)
+        predictions = np.bincount(predicted, minlength=classes)
+    else:
+        hits = (predicted & (labels > 0)).sum(axis=0)
+        images, predictions = labels.sum(axis=0), predicted.sum(axis=0)
+    counts = images + predictions
+    return float(np.mean(2 * hits[counts > 0] / counts[counts > 0])) if counts.any() else 0.0
+
+
+def average_precisions(
+    logits: Float[np.ndarray, 'n k'], labels: Num[np.ndarray, 'n ...']
+) -> Float[np.ndarray, 'k']:
+    """Computes the average precision of each class; NaN for classes without images.
+
+    Raises:
+      UserError: If no image has a class.
+    """
+    from sklearn.metrics import average_precision_score
+
+    scores, targets = _score_classes(logits, labels)
+    precisions, present = np.full(targets.shape[1], np.nan), targets.any(axis=0)
+    require(bool(present.any()), f'none of {len(targets):,} images has a class')
+    found = average_precision_score(targets[:, present], scores[:, present], average=None)
+    precisions[present] = found
+    return precisions
+
+
+def mean_average_precision(
+    logits: Float[np.ndarray, 'n k'], labels: Num[np.ndarray, 'n ...']
+) -> float:
+    """Computes the mean of the average precisions of all classes with images."""
+    return float(np.nanmean(average_precisions(logits, labels)))
+
+
+def auroc(logits: Float[np.ndarray, 'n k'], labels: Num[np.ndarray, 'n ...']) -> float:
+    """Computes the mean area under the ROC curves of all classes, each against all others.
+
+    Classes that no image has, or all images have, are left out. The area is NaN without a class.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    scores, targets = _score_classes(logits, labels)
+    varies = targets.any(axis=0) & ~targets.all(axis=0)
+    if not varies.any():
+        return math.nan
+    return float(roc_auc_score(targets[:, varies], scores[:, varies], average='macro'))
+
+
+def _score_classes(
+    logits: Float[np.ndarray, 'n k'], labels: Num[np.ndarray, 'n ...']
+) -> tuple[Float[np.ndarray, 'n k'], Bool[np.ndarray, 'n k']]:
+    """Returns scores by which the images of a class can be ranked, and whether they belong to it.
+
+    With one class per image, the scores are probabilities, because logits of different images are
+    equivalent if they differ by a constant.
+    """
+    if labels.ndim == 2:
+        return logits, labels > 0
+    return scipy.special.softmax(logits, axis=1), labels[:, None] == np.arange(logits.shape[1])
+
+
+_LOSSES = [
+    Metric(name=name, lower_is_better=True) for name in ('loss', 'task_loss', 'distillation_loss')
+]
+_MEANS = [Metric(name=name, unit='percent') for name in ('accuracy', 'top5_accuracy')]
+_OF_SETS = [
+    Metric(
+        name='balanced_accuracy',
+        unit='percent',
+        of_set=balanced_accuracy,
+        outputs=('predicted', 'labels'),
+    ),
+    Metric(name='macro_f1', unit='percent', of_set=macro_f1, outputs=('predicted', 'labels')),
+    Metric(name='mean_average_precision', unit='percent', of_set=mean_average_precision),
+    Metric(name='auroc', unit='percent', of_set=auroc),
+]
+SET_METRICS = {metric.name: metric for metric in _OF_SETS}
+METRICS = {metric.name: metric for metric in (*_LOSSES, *_MEANS, *_OF_SETS)}
+# Metrics of whole data sets that are always measured on images with one class, or with several.
+SINGLE_LABEL = 'balanced_accuracy', 'macro_f1'
+SEVERAL_LABELS = 'mean_average_precision', 'macro_f1'
+
+
+def resolve_metrics(given: Sequence[str | Metric | MetricFunction]) -> list[Metric]:
+    """Returns metrics of whole data sets, given as names, metrics or functions.
+
+    A function f(logits, labels) -> number has its own name, and more is better.
+
+    Raises:
+      UserError: For an unknown or repeated name.
+    """
+    found = dict[str, Metric]()
+    for one in given:
+        if isinstance(one, str):
+            require(
+                one in SET_METRICS,
+                f'metrics: no metric {one!r}; {records.closest(one, SET_METRICS)}',
+            )
+            metric = SET_METRICS[one]
+        elif isinstance(one, Metric):
+            metric = one
+            wrong = f'metrics: {metric.name}: of_set is not set'
+            require(metric.of_set is not None, f'{wrong}; expected a function of outputs')
+            wrong = f'metrics: {metric.name} is the name of another metric'
+            require(metric.name not in METRICS, f'{wrong}; use another name')
+        else:
+            name = re.split(r'[:.]', records.text_of(one))[-1]
+            metric = Metric(name=name, of_set=one)
+        fits = re.fullmatch(r'[A-Za-z]\w*', metric.name) is not None
+        require(fits, f'metrics: {metric.name!r}: expected a name such as macro_f1')
+        require(metric.name not in found, f'metrics: got {metric.name} two times')
+        found[metric.name] = metric
+    return [*found.values()]
+
+
+def combine_metrics(
+    measured: Sequence[str], further: Sequence[str | Metric | MetricFunction]
+) -> list[Metric]:
+    """Returns metrics by name, then further ones of `resolve_metrics`, without repetition."""
+    found = {name: METRICS[name] for name in measured}
+    found |= {metric.name: metric for metric in resolve_metrics(further)}
+    return [*found.values()]
+
+
+def find_metric(name: str, own: Iterable[Metric] = ()) -> Metric:
+    """Finds the unit and direction of a number, for example of a line in metrics.jsonl.
+
+    Args:
+      name: NAME or KIND/NAME, such as test/accuracy.
+      own: Metrics of the user.
+    """
+    name = name.rpartition('/')[2]
+    known = METRICS | {metric.name: metric for metric in own}
+    if name in known:
+        return known[name]
+    is_few_shot = name.endswith('_accuracy')  # such as 10_shot_accuracy
+    return Metric(name=name, unit='percent' if is_few_shot else 'number')

@@ -177,7 +177,7 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
     experiment, state = prepare(program, where.devices)
     with ahead_of_time.assume_cudnn():
         if program.step == 'train':
-            for kind in experiment.config.step_kinds:
+            for kind in experiment.config.step_variants:
                 lowered = training_run.lower_update(experiment, state, kind)
                 ahead_of_time.compile_for(where, lowered)
             return

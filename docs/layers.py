@@ -11,6 +11,7 @@ MEANINGS = (
     'flags; figures',
     'memory of an experiment; sets of experiments',
     'one experiment: build, compile, run, report',
+    'what a run learns, and how it is measured',
     'the typed configuration of an experiment',
     'accuracy, few-shot linear probe, other probes',
     'a model from any checkpoint',

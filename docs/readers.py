@@ -18,7 +18,7 @@ PROGRAMS = 'train', 'finetune', 'fewshot', 'inspect_data', 'plan', 'doctor'
 # Fields that a property or method of TrainConfig reads.
 _READ_BY = {
     'evaluations': ('evals', 'eval_split'),
-    'step_kinds': ('patch_sizes', 'patch_dropout_until'),
+    'step_variants': ('patch_sizes', 'patch_dropout_until'),
 }
 # These have other configurations, or take the whole TrainConfig.
 _OTHERS = 'vit_jax.models', 'vit_jax.figures', 'vit_jax.cli', 'vit_jax.config'

@@ -165,10 +165,10 @@ def nan_memory(number, index):
 
     @replacing(training_run.loop, 'fit')
     def _(fit, update, *arguments, **more):
-        def acting(state, *arguments):
-            if int(state.step) == number:
+        def acting(step, state, *arguments):
+            if step == number:
                 state = state._replace(params=jax.tree.map(broken, state.params))
-            return update(state, *arguments)
+            return update(step, state, *arguments)
 
         return fit(acting, *arguments, **more)
 

@@ -85,7 +85,7 @@ def trace_update(name):
     state = jax.eval_shape(functions.init, experiment.values)
     size = experiment.model.config.image_size
     batch = abstract_batch(experiment.mesh, config.batch_size, size)
-    for kind in config.step_kinds:
+    for kind in config.step_variants:
         after, metrics = jax.eval_shape(functions.update(kind), state, batch, experiment.values)
         assert tree_names.named_leaves(after) == tree_names.named_leaves(state), name
         assert metrics.sums['loss'].shape == (), name

@@ -282,7 +282,7 @@ def programs(config):
     size, fixed = experiment.model.config.image_size, experiment.values
     batch = abstract_batch(experiment.mesh, config.batch_size, size)
     text = [str(state), str(batch), program(functions.init, fixed)]
-    for kind in experiment.config.step_kinds:
+    for kind in experiment.config.step_variants:
         text.append(f'{kind} {program(functions.update(kind), state, batch, fixed)}')
     for name, evaluator in experiment.evaluators.items():
         batch = experiment.batches.abstract(experiment.eval_readers[name])
@@ -361,7 +361,7 @@ def test_an_update_uses_each_of_its_arguments(config):
     experiment = build_experiment(config)
     state = training_run.abstract_state(experiment)
     batch = abstract_batch(experiment.mesh, 16, experiment.model.config.image_size)
-    update = experiment.functions.update(experiment.config.step_kinds[0])
+    update = experiment.functions.update(experiment.config.step_variants[0])
     jaxpr = jax.make_jaxpr(update)(state, batch, experiment.values).jaxpr
     used = {id(variable) for equation in jaxpr.eqns for variable in equation.invars}
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(experiment.values)]

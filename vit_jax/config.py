@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from vit_jax.base import Path, Record, records, require, require_between, write_json
+from vit_jax.base import Path, Record, UserError, records, require, require_between, write_json
 from vit_jax.base.files import read_json
 from vit_jax.checkpoints.card import Hints
 from vit_jax.data.augmentation import Augmentation, AugmentFunction
@@ -30,14 +30,14 @@ _RESERVED_KINDS = 'train', 'fewshot', 'skipped'
 Writer = Callable[[dict[str, Any]], None]  # gets each line of metrics.jsonl
 
 
-class StepKind(NamedTuple):
-    """What can differ between the training steps of a run. Each combination has its own program."""
+class StepVariant(NamedTuple):
+    """What can differ between the training steps of a run. Each variant has its own program."""
 
     patch_size: int | None  # None: the model's
     patch_dropout: float
 
     def regularize(self, config: Regularization) -> Regularization:
-        """Returns the regularization in steps of this kind."""
+        """Returns the regularization in steps of this variant."""
         return records.replaced(config, {'patch_dropout': self.patch_dropout})
 
     def __str__(self) -> str:
@@ -136,20 +136,9 @@ class TrainConfig(Record):
         require_between(self, *names, *every, *optional, low=1)
         require_between(self, 'ema_decay', low=0, below=1)
         require_between(self, 'spike_deviations', low=5)
-        repeats, most = self.loader.repeats, max(1, self.batch_size // 2)
-        text = f'expected at most {most}, half of batch_size={self.batch_size}'
-        require(repeats <= most, f'loader.repeats={repeats}: {text}')
-        require_between(self, 'seed', low=0, below=2**32)
-        distinct = -(-self.batch_size // repeats)
-        copies, wrong = -(-self.batch_size // distinct), f'loader.repeats={repeats}'
-        room = f'batch_size={self.batch_size} has room for {copies}; expected repeats={copies}'
-        require(copies == repeats, f'{wrong}: {room}')
-        # The last example is mixed with the first one, which must not be a copy of it.
         mixes = isinstance(self.augmentation, Augmentation) and self.augmentation.mixes
-        wrong += (
-            f': MixUp and CutMix would mix an image with its copy at batch_size={self.batch_size}'
-        )
-        require(not mixes or self.batch_size % distinct != 1, f'{wrong}; use another batch_size')
+        self.loader.check_batch_size(self.batch_size, mixes=mixes)
+        require_between(self, 'seed', low=0, below=2**32)
         for name in 'classes', 'patch_sizes':
             values = getattr(self, name)
             require(len({*values}) == len(values), f'{name}={values}: expected distinct values')
@@ -157,27 +146,36 @@ class TrainConfig(Record):
             fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED_KINDS
             wanted = f'letters, digits, _ and -, but not {" or ".join(_RESERVED_KINDS)}'
             require(fits, f'evals: {name!r} is not a valid name; expected {wanted}')
-        wrong = f'patience={self.patience}: needs keep_best, such as keep_best=test/accuracy'
-        require(self.patience is None or self.keep_best is not None, wrong)
-        both = self.evals and self.eval_split != 'test'
-        require(not both, f'eval_split={self.eval_split!r}: not used with evals; set evals.*.split')
+        if self.patience is not None and self.keep_best is None:
+            advice = 'needs keep_best, such as keep_best=test/accuracy'
+            raise UserError(f'patience={self.patience}: {advice}')
+        if self.evals and self.eval_split != 'test':
+            advice = 'not used with evals; set evals.*.split'
+            raise UserError(f'eval_split={self.eval_split!r}: {advice}')
         if self.objective is not None:
             self._check_unused(self.objective.unused)
         resolve_metrics(self.metrics)
-        is_off = self.patch_dropout_until is None or self.regularization.patch_dropout > 0
-        wrong = 'patch_dropout_until: not used with regularization.patch_dropout=0; leave it out'
-        require(is_off, wrong)
-        wrong = 'distillation.kind=features: has no effect if only the head is trained'
-        trains_body = self.optimizer.trained_blocks != 0 or self.distillation.kind != 'features'
-        require(trains_body, f'{wrong}; set optimizer.trained_blocks=1')
-        both = self.init_head is not None and self.reuse_head
-        wrong = f'init_head={self.init_head}: replaces the head that reuse_head=true keeps'
-        require(not both, f'{wrong}; add --config.reuse_head=false')
-        kind = self.loss.kind if isinstance(self.loss, LossConfig) else None
-        wrong = f'init_head={self.init_head}: fits the softmax loss; expected loss.kind=softmax'
-        require(self.init_head is None or kind != 'sigmoid', wrong)
+        if self.patch_dropout_until is not None and self.regularization.patch_dropout == 0:
+            advice = 'not used with regularization.patch_dropout=0; leave it out'
+            raise UserError(f'patch_dropout_until: {advice}')
+        if self.optimizer.trained_blocks == 0 and self.distillation.kind == 'features':
+            raise UserError(
+                'distillation.kind=features: has no effect if only the head is trained; set '
+                'optimizer.trained_blocks=1'
+            )
+        if self.init_head is not None:
+            self._check_init_head()
         has_model_head = self.model is not None and self.model.head != 'linear'
-        require(not (has_model_head and self.head), 'head: model.head is also set; leave one out')
+        if has_model_head and self.head:
+            raise UserError('head: model.head is also set; leave one out')
+
+    def _check_init_head(self) -> None:
+        if self.reuse_head:
+            wrong = f'init_head={self.init_head}: replaces the head that reuse_head=true keeps'
+            raise UserError(f'{wrong}; add --config.reuse_head=false')
+        if isinstance(self.loss, LossConfig) and self.loss.kind == 'sigmoid':
+            wrong = f'init_head={self.init_head}: fits the softmax loss'
+            raise UserError(f'{wrong}; expected loss.kind=softmax')
 
     def _check_unused(self, paths: Sequence[str]) -> None:
         """Raises UserError if a field is set that `objective` does not use."""
@@ -192,35 +190,54 @@ class TrainConfig(Record):
         return self.evals or {'test': EvalConfig(split=self.eval_split)}
 
     @property
-    def step_kinds(self) -> list[StepKind]:
-        """Kinds of training steps. The first one has the longest sequence."""
+    def step_variants(self) -> list[StepVariant]:
+        """Variants of training steps. The first one has the longest sequence."""
         sizes: list[int | None] = [*sorted(self.patch_sizes)] or [None]
         rate = self.regularization.patch_dropout
         rates = [0.0, rate] if self.patch_dropout_until else [rate]
-        return [StepKind(size, rate) for size in sizes for rate in rates]
+        return [StepVariant(size, rate) for size in sizes for rate in rates]
 
-    def step_kind(self, step: int, length: TrainLength) -> StepKind:
-        """Returns the kind of a step, which does not depend on earlier steps."""
+    def step_variant(self, step: int, length: TrainLength) -> StepVariant:
+        """Returns the variant of a step, which does not depend on earlier steps."""
         until, rate = self.patch_dropout_until, self.regularization.patch_dropout
         is_late = until is not None and step >= length.to_steps(until)
         size = draw_patch_size(self.patch_sizes, self.seed, step)
-        return StepKind(size, 0.0 if is_late else rate)
+        return StepVariant(size, 0.0 if is_late else rate)
 
 
 # Fields that may change when a run resumes. They affect speed, memory, rounding, measurements,
 # files and early stopping, but no update.
-_COMPUTE = 'remat', 'unroll', 'attention', 'layout', 'last_block'
-_SPEED = 'mesh', *(f'compute.{name}' for name in _COMPUTE)
-_LOADING = 'loader.placement', 'loader.device_mb', 'loader.threads'
-_OBSERVED = 'evals', 'eval_split', 'eval_every_steps', 'eval_batch_size', 'fewshot', 'metrics'
-_WRITTEN = 'log_every_steps', 'checkpoint_every_steps', 'keep_checkpoints', 'writers', 'tensorboard'
-_SELECTED = 'keep_best', 'patience'
-FREE = *_SPEED, *_LOADING, *_OBSERVED, *_WRITTEN, *_SELECTED
+MAY_CHANGE_ON_RESUME = (
+    'checkpoint_every_steps',
+    'compute.attention',
+    'compute.last_block',
+    'compute.layout',
+    'compute.remat',
+    'compute.unroll',
+    'eval_batch_size',
+    'eval_every_steps',
+    'eval_split',
+    'evals',
+    'fewshot',
+    'keep_best',
+    'keep_checkpoints',
+    'loader.device_mb',
+    'loader.placement',
+    'loader.threads',
+    'log_every_steps',
+    'mesh',
+    'metrics',
+    'patience',
+    'tensorboard',
+    'writers',
+)
 
 
-def differing(old: dict[str, Any], new: dict[str, Any], *, free: Sequence[str] = FREE) -> list[str]:
-    """Returns a line for each field, except `free` ones, that differs between two JSON configs."""
-    prefixes = tuple(f'{name}.' for name in free)
+def config_differences(
+    old: dict[str, Any], new: dict[str, Any], *, ignored: Sequence[str] = MAY_CHANGE_ON_RESUME
+) -> list[str]:
+    """Returns a line for each field that differs between two JSON configs, without ignored ones."""
+    prefixes = tuple(f'{name}.' for name in ignored)
     lines = records.differences(old, new)
     return [line for line in lines if not f'{line.partition(":")[0]}.'.startswith(prefixes)]
 

@@ -58,7 +58,9 @@ def main(arguments: argparse.Namespace) -> int:
     config, folder = arguments.config, storage.resolve_folder(arguments.workdir)
     require_outside(arguments.workdir, config.data)
     make_folder(folder)
-    opener, problems = make_opener(config.held_out), Problems()
+    needs_classes = make_task(config, num_classes=0).uses_labels
+    opener = make_opener(config.held_out, needs_classes=needs_classes)
+    problems = Problems()
     train, tests = _open_parts(config, opener, problems)
     sources = _open_splits(config, [config.train_split, *tests], opener, problems)
     start = problems.catch(open_start, config)
@@ -188,7 +190,8 @@ def _write_sheet(
             batch = augmented(key, trained.examples(refs, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples]
-    classes = [', '.join(source.class_names[n] for n in of_image) for of_image in numbers]
+    class_names = source.class_names or ('',)  # images without classes have the label 0
+    classes = [', '.join(class_names[n] for n in of_image) for of_image in numbers]
     titles = ['evaluation', *(f'training {use}' for use in range(1, _EPOCHS + 1))]
     tiles = [
         (image, (name, title))

@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
     where = ahead_of_time.find_topology(arguments.topology)
     start, batch_size = time.monotonic(), config.batch_size
     experiment = build_experiment(config, devices=where.devices)
-    compute, mesh, kind = experiment.compute, experiment.mesh, config.step_kinds[0]
+    compute, mesh, kind = experiment.compute, experiment.mesh, config.step_variants[0]
     model = with_patch_size(experiment.model.config, kind.patch_size)
     count, device = len(where.devices), where.devices[0].device_kind
     print(f'topology    {where.name}: {count} x {device}, {_gib(where.memory)} each')

@@ -5,9 +5,9 @@ and 8: AdamW, batches of 4096, learning rate 2.4e-3, 40 epochs of warm-up, cosin
 epochs of ImageNet. 75 % of the patches are removed. A decoder of 8 blocks predicts the normalized
 pixels of each removed patch. The paper's position embeddings have the same form as sincos2d, with
 slightly other frequencies.
-Result: The paper reaches 83.6 % (B/16) and 85.9 % (L/16) on ImageNet after fine-tuning. Not run
-here at this size.
-Cost: 280 exaFLOPs for B/16, decoder included.
+Result: The paper reaches 83.6 % (B/16), 85.9 % (L/16) and 86.9 % (H/14) on ImageNet after
+fine-tuning. Not run here at this size.
+Cost: 120 (B/16), 255 (L/16) and 597 (H/14) exaFLOPs, counted with the decoder.
 Command: python -m vit_jax.train --config=configs/pretrain/mae.py:B/16 --workdir=DIR \
              --config.data=DATA
 """

@@ -68,12 +68,12 @@ def test_the_first_kind_of_step_has_the_longest_sequence():
         regularization=Regularization(patch_dropout=rate), patch_dropout_until=Duration(steps=5)
     )
     built = build_experiment(config)
-    kinds, length = built.config.step_kinds, built.length
+    kinds, length = built.config.step_variants, built.length
     assert len(set(kinds)) == 6 and kinds[0] == (2, 0.0)
-    used = {config.step_kind(step, length) for step in range(10)}
+    used = {config.step_variant(step, length) for step in range(10)}
     assert used <= {*kinds}
-    assert {config.step_kind(step, length).patch_dropout for step in range(5)} == {rate}
-    assert {config.step_kind(step, length).patch_dropout for step in range(5, 10)} == {0.0}
+    assert {config.step_variant(step, length).patch_dropout for step in range(5)} == {rate}
+    assert {config.step_variant(step, length).patch_dropout for step in range(5, 10)} == {0.0}
 
 
 @pytest.fixture(scope='module')

@@ -136,7 +136,7 @@ def test_an_update_gives_the_same_with_values_that_are_constants_of_the_program(
     state = state._replace(step=state.step + 5)  # past the warmup
     numbers = {name: x.item() for name, x in experiment.values.numbers.items()}
     constants = experiment.values._replace(numbers=numbers)
-    kind = experiment.config.step_kinds[0]
+    kind = experiment.config.step_variants[0]
     same = jax.jit(lambda *inputs: experiment.functions.update(kind)(*inputs, constants))
     expected = jax.tree.map(np.asarray, same(state, batch))
     leaves = map(jax.tree.leaves, (update(state, batch), expected))

@@ -1,17 +1,21 @@
 """Masked autoencoders are those of transformers, and leave a plain encoder behind."""
 
+import argparse
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 import vit_jax
 from tests import tiny
+from vit_jax import inspect_data
 from vit_jax.base import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.store import load_params
+from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Compute, ViTConfig, build
@@ -198,6 +202,31 @@ def pretrained(tmp_path_factory):
         total=Duration(steps=4),
     )
     return training_run.train(config, str(folder / 'run')), folder
+
+
+@pytest.mark.gate
+def test_a_folder_of_images_without_classes_is_enough(tmp_path, capsys):
+    data = tmp_path / 'photos'
+    data.mkdir()
+    for number in range(12):
+        image = np.full((9, 8, 3), 20 * number, np.uint8)
+        Image.fromarray(image).save(data / f'{number}.jpg')
+    config = tiny.experiment(
+        data=str(data),
+        model=tiny.model(num_classes=None),
+        objective=SMALL,
+        total=Duration(steps=2),
+        batch_size=4,
+        eval_split='test',
+    )
+    run = training_run.train(config, str(tmp_path / 'run'))
+    assert len(run.experiment.train_reader.source) == 11 and np.isfinite(run.evals['test']['loss'])
+    folder = tmp_path / 'inspected'
+    assert inspect_data.main(argparse.Namespace(config=config, workdir=str(folder))) == 0
+    with pytest.raises(UserError, match='no class folders'):
+        build_experiment(dataclasses.replace(config, objective=None))
+    with pytest.raises(UserError, match='fewshot: .* has no classes'):
+        build_experiment(dataclasses.replace(config, fewshot=FewshotConfig()))
 
 
 @pytest.mark.gate

@@ -26,9 +26,10 @@ def run(losses, *, every, events, start=0, norms=None, interrupt=None, max_skipp
         if event == interrupt:
             raise Interrupted
 
-    def update(state, batch, limit):
+    def update(number, state, batch, limit):
         events.append(f'update {state.step}')
         step = int(state.step)
+        assert step == number
         scalars = {
             'skipped': jnp.isnan(losses[step]),
             'parameter_norm': jnp.asarray((norms or {}).get(step, 1.0)),
@@ -133,7 +134,7 @@ def limits_of(steps, every, before=()):
     """The limit that each update gets, and the losses after the last one."""
     limits, losses = {}, [*before]
 
-    def update(state, batch, limit):
+    def update(number, state, batch, limit):
         step = int(state.step)
         limits[step] = float(limit)
         scalars = {'skipped': jnp.asarray(0), 'parameter_norm': jnp.asarray(1.0)}

@@ -187,6 +187,25 @@ class LoaderConfig(Record):
         require_between(self, 'threads', 'repeats', low=1)
         require_between(self, 'balance', low=0, high=1)
 
+    def check_batch_size(self, batch_size: int, *, mixes: bool) -> None:
+        """Raises UserError unless a batch has room for `repeats` copies of each image.
+
+        With `mixes`, MixUp or CutMix mixes each example with the one before, and the last one with
+        the first one.
+        """
+        wrong = f'loader.repeats={self.repeats}'
+        if self.repeats > max(1, batch_size // 2):
+            most = max(1, batch_size // 2)
+            raise UserError(f'{wrong}: expected at most {most}, half of batch_size={batch_size}')
+        distinct = -(-batch_size // self.repeats)
+        copies = -(-batch_size // distinct)
+        if copies != self.repeats:
+            room = f'batch_size={batch_size} has room for {copies}'
+            raise UserError(f'{wrong}: {room}; expected repeats={copies}')
+        if mixes and batch_size % distinct == 1:  # the last example is a copy of the first one
+            advice = f'would mix an image with its copy at batch_size={batch_size}'
+            raise UserError(f'{wrong}: MixUp and CutMix {advice}; use another batch_size')
+
 
 def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
     """Raises UserError if the batches of this host need more than the machine's memory.

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Params, UserError, raise_all, records, require
+from vit_jax.base import Params, UserError, raise_all, records
 from vit_jax.checkpoints import transfer
 from vit_jax.checkpoints.card import Card, package_versions
 from vit_jax.checkpoints.formats.inference import NeedsHint
@@ -48,14 +48,13 @@ from vit_jax.training.metrics import Metric, OutputName, combine_metrics
 from vit_jax.training.objectives import TASK
 from vit_jax.training.optimizer import check_optimizer, count_moments, look_up, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
-from vit_jax.training.sharpness import Sam
 
 
 class Experiment(NamedTuple):
     """A checked configuration, its opened data, and pure functions.
 
     functions.init(values, params=None) -> initial TrainState, with random or the given parameters
-    functions.update(kind)(state, batch, values, frozen=None) -> (state after one step, metrics)
+    functions.update(variant)(state, batch, values, frozen=None) -> (state after one step, metrics)
     evaluators[name].evaluate(params, eval_readers[name]) -> results of an evaluation
     """
 
@@ -148,7 +147,8 @@ def build_experiment(
     if config.total is None:
         raise UserError('config.total: not set; expected a length, such as --config.total.epochs=7')
 
-    opener = make_opener(config.held_out)
+    needs_classes = make_task(config, num_classes=0).uses_labels
+    opener = make_opener(config.held_out, needs_classes=needs_classes)
     train, evaluated = _open_data(config, opener)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
 
@@ -158,12 +158,14 @@ def build_experiment(
     task = dataclasses.replace(task, outputs=list_outputs(metrics))
     start = open_start(config)
     model_config = resolve_model(config, start, task)
-    preprocessing, size = resolve_preprocessing(config, start), model_config.image_size
+    preprocessing = resolve_preprocessing(config, start)
+    size = model_config.image_size
     if config.init_head is not None:
         check_init_head(model_config, train, has_start=start is not None)
     config, task, loaded = task.load(config, train.class_names)
 
-    mesh, planned = make_mesh(config, devices), devices is not None
+    planned = devices is not None
+    mesh = make_mesh(config, devices)
     compute = resolve_compute_on_mesh(
         config, model_config, mesh, planned=planned, dtype=dtype, frozen=loaded
     )
@@ -183,10 +185,14 @@ def build_experiment(
     values = make_values(config, length, groups)
     optimizer = make_optimizer(config.optimizer, look_up(values.learning_rates), groups)
     check_optimizer(optimizer, groups, params, with_ema=config.ema_decay is not None)
-    _check_kinds(config, structure, length)
+    _check_variants(config, structure, length)
     model = structure.build_model(None, config.regularization)
     functions = make_functions(structure, groups)
-    reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
+    make_reader = make_readers(config, preprocessing, size)
+    batches = make_eval_batches(config, mesh)
+    probes = None
+    if config.fewshot is not None:
+        probes = open_probes(config.fewshot, config.data, opener, make_reader)
     frozen = None
     if loaded is not None:
         frozen = loaded.place_frozen(compute, mesh, config.mesh, abstract=planned)
@@ -214,9 +220,9 @@ def build_experiment(
         model=model,
         preprocessing=preprocessing,
         length=length,
-        train_reader=reader(train, crop=host_crop(config.augmentation, preprocessing)),
-        eval_readers={name: reader(source) for name, source in evaluated.items()},
-        probes=open_probes(few, config.data, opener, reader) if (few := config.fewshot) else None,
+        train_reader=make_reader(train, crop=host_crop(config.augmentation, preprocessing)),
+        eval_readers={name: make_reader(source) for name, source in evaluated.items()},
+        probes=probes,
         evaluators=evaluators,
         shown=combine_metrics(task.shown, config.metrics),
         batches=batches,
@@ -226,13 +232,17 @@ def build_experiment(
 
 def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, Source]]:
     """Opens the training images, and the images of each evaluation by name."""
-    wrong = 'config.fewshot.linear_probe: not used in training; run vit_jax.fewshot on a checkpoint'
-    require(config.fewshot is None or config.fewshot.linear_probe is None, wrong)
+    if config.fewshot is not None and config.fewshot.linear_probe is not None:
+        advice = 'not used in training; run vit_jax.fewshot on a checkpoint'
+        raise UserError(f'config.fewshot.linear_probe: {advice}')
     train = opener(config.data, config.train_split, classes=config.classes)
     evaluated = {
         name: opener(one.data or config.data, one.split, one.labels, config.classes)
         for name, one in config.evaluations.items()
     }
+    if config.fewshot is not None and not config.fewshot.sets and not train.class_names:
+        wrong = f'config.fewshot: {records.text_of(config.data)} has no classes'
+        raise UserError(f'{wrong}; set config.fewshot.sets, or --config.fewshot=none')
     loading.check_balance(train, config.loader)
     return train, evaluated
 
@@ -305,7 +315,7 @@ def resolve_compute_on_mesh(
     if dtype == 'auto':
         dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
-    longest = config.step_kinds[0]  # needs the most memory
+    longest = config.step_variants[0]  # needs the most memory
     memory = math.inf if planned else _memory_without_state(config, model, mesh)
     if frozen is not None:
         size = count_params(frozen.config) * np.dtype(dtype).itemsize
@@ -322,12 +332,18 @@ def resolve_compute_on_mesh(
 def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
     """Returns the bytes per device left by train state and gradients; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
-    sam = config.optimizer.sharpness or Sam(rho=0.0)  # a copy of parameters; GSAM: one gradient
-    extra = config.ema_decay is not None, config.accumulation_steps > 1, sam.rho > 0, sam.alpha > 0
-    moments = count_moments(config.optimizer, abstract_params(model))
-    numbers = 2 + moments + sum(extra)  # float32 values per parameter
+    copies = 2 + count_moments(config.optimizer, abstract_params(model))  # parameters and gradients
+    if config.ema_decay is not None:
+        copies += 1
+    if config.accumulation_steps > 1:  # the sum of gradients
+        copies += 1
+    sam = config.optimizer.sharpness
+    if sam is not None and sam.rho > 0:  # the perturbed parameters
+        copies += 1
+    if sam is not None and sam.alpha > 0:  # a second gradient
+        copies += 1
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
-    return float(limit) - 4 * numbers * count_params(model) // split
+    return float(limit) - 4 * copies * count_params(model) // split  # float32
 
 
 def make_readers(
@@ -352,12 +368,13 @@ def make_eval_batches(config: TrainConfig, mesh: Mesh) -> BatchMaker:
     return BatchMaker(mesh, loader_of, config.eval_batch_size or config.batch_size)
 
 
-def _check_kinds(config: TrainConfig, structure: Structure, length: TrainLength) -> None:
-    """Raises UserError if a kind of step does not fit the model or the length."""
-    if (until := config.patch_dropout_until) is not None:
-        step, end = length.to_steps(until), length.total_steps
-        wrong = f'config.patch_dropout_until.{until}: got step {step}; expected more than 0 and '
-        require(0 < step < end, f'{wrong}less than {end}')
-    for kind in config.step_kinds:
-        model = structure.build_model(kind.patch_size, kind.regularize(config.regularization))
+def _check_variants(config: TrainConfig, structure: Structure, length: TrainLength) -> None:
+    """Raises UserError if a variant of the step does not fit the model or the length."""
+    until = config.patch_dropout_until
+    if until is not None and not 0 < length.to_steps(until) < length.total_steps:
+        wrong = f'config.patch_dropout_until.{until}: got step {length.to_steps(until)}'
+        raise UserError(f'{wrong}; expected more than 0 and less than {length.total_steps}')
+    for variant in config.step_variants:
+        regularization = variant.regularize(config.regularization)
+        model = structure.build_model(variant.patch_size, regularization)
         make_train_sums(structure, config, model)

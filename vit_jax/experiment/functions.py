@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from vit_jax.base import Batch, Params
 from vit_jax.checkpoints import transfer
-from vit_jax.config import StepKind, TrainConfig
+from vit_jax.config import StepVariant, TrainConfig
 from vit_jax.data.augmentation import augment
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.distributed import meshes
@@ -27,11 +27,10 @@ from vit_jax.experiment.values import Values, contains_function, insert_values
 from vit_jax.models import Compute, Model, ModelConfig, Regularization, abstract_params
 from vit_jax.tasks.base import LossSums, Task
 from vit_jax.training import losses
-from vit_jax.training import update as updates
 from vit_jax.training.optimizer import look_up, make_optimizer
 from vit_jax.training.param_groups import ParamGroups
 from vit_jax.training.sharpness import make_sharpener
-from vit_jax.training.update import TrainState
+from vit_jax.training.update import INITIALIZE, TrainState, key_for, make_update
 
 Update = Callable[..., tuple[TrainState, losses.StepMetrics]]
 
@@ -70,7 +69,7 @@ class Functions:
 
     - init(values, params=None) -> state before the first step
     - init_params(values) -> initial parameters
-    - update(kind) -> training step (state, batch, values, frozen=None, loss_limit=inf)
+    - update(variant) -> training step (state, batch, values, frozen=None, loss_limit=inf)
     - evaluate(patch_size) -> step (params, batch, values) of an evaluator
     - features() -> step (params, batch) of an evaluator of features
     """
@@ -83,8 +82,8 @@ class Functions:
             return init(values).params
 
         @functools.cache
-        def update(kind: StepKind) -> Update:
-            return on_mesh(make_update(structure, groups, kind))
+        def update(variant: StepVariant) -> Update:
+            return on_mesh(make_variant_update(structure, groups, variant))
 
         @functools.cache
         def evaluate(patch_size: int | None) -> EvalStep:
@@ -138,13 +137,13 @@ def make_init(structure: Structure, groups: ParamGroups) -> Callable[..., TrainS
         config = insert_values(structure.config, values)
         optimizer = _make_optimizer(config, values, groups)
         if params is None:
-            params = model.init(updates.key_for(config.seed, updates.INITIALIZE, 0))
+            params = model.init(key_for(config.seed, INITIALIZE, 0))
         return TrainState.initial(params, optimizer, with_ema=config.ema_decay is not None)
 
     return init
 
 
-def make_update(structure: Structure, groups: ParamGroups, kind: StepKind) -> Update:
+def make_variant_update(structure: Structure, groups: ParamGroups, variant: StepVariant) -> Update:
     """Makes the training step (state, batch, values, frozen=None, loss_limit=inf)."""
     targets = functools.partial(losses.make_targets, num_classes=structure.task.num_classes)
 
@@ -156,9 +155,9 @@ def make_update(structure: Structure, groups: ParamGroups, kind: StepKind) -> Up
         loss_limit: Any = jnp.inf,
     ) -> tuple[TrainState, losses.StepMetrics]:
         config = insert_values(structure.config, values)
-        regularization = kind.regularize(config.regularization)
-        model = structure.build_model(kind.patch_size, regularization)
-        step = updates.make_update(
+        regularization = variant.regularize(config.regularization)
+        model = structure.build_model(variant.patch_size, regularization)
+        step = make_update(
             make_train_sums(structure, config, model),
             _make_optimizer(config, values, groups),
             look_up(values.learning_rates),

@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -41,6 +41,22 @@ def make_console(job: Job) -> Console:
     """Returns a console that prints on process 0 only."""
     quiet = job.index != 0
     return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+class Progress(NamedTuple):
+    """What a start has done so far."""
+
+    steps: int
+    busy: float  # seconds of steps, with waits for data and devices
+    waited: float  # seconds in which the host waited for devices
+
+    def since(self, earlier: 'Progress') -> 'Progress':
+        """Returns what was done since an earlier time."""
+        return Progress(
+            steps=self.steps - earlier.steps,
+            busy=self.busy - earlier.busy,
+            waited=self.waited - earlier.waited,
+        )
 
 
 class Reporter:
@@ -66,8 +82,12 @@ class Reporter:
           clock: Measures the time of this start by activity.
           job: This process. Process 0 prints, writes the files and calls the writers.
         """
-        config, length = experiment.config, experiment.length
-        self.console, self.clock, self._steps, self._job = make_console(job), clock, steps, job
+        config = experiment.config
+        length = experiment.length
+        self.console = make_console(job)
+        self.clock = clock
+        self._steps = steps
+        self._job = job
         self._log_every_steps = length.log_interval_steps(config.log_every_steps)
         self._batch_size = config.batch_size
         self._shown = experiment.shown
@@ -79,7 +99,8 @@ class Reporter:
         # Number of unreadable training images that were skipped, with repetitions, over all starts.
         self.skipped_images = progress.get('skipped', 0)
         self.earlier_seconds: dict[str, float] = {}  # seconds of earlier starts by activity
-        self._folder, self._files = folder, dict[str, Any]()  # open files by name
+        self._folder = folder
+        self._files = dict[str, Any]()  # open files by name
         self._run = 1  # number of this start
         # Metrics that an earlier start wrote at the first step, by kind of evaluation.
         self.recorded: dict[str, dict[str, Any]] = {}
@@ -88,8 +109,9 @@ class Reporter:
         self._failed_writers: list[Writer] = []
         if not self.console.quiet:
             self._open_files(experiment, folder)
-        self._busy_before, self._began = self._busy_seconds(), time.monotonic()
-        self._compared = 0, self._busy_before, clock.device_wait
+        self._busy_before = self._busy_seconds()
+        self._began = time.monotonic()
+        self._compared = Progress(0, self._busy_before, clock.device_wait)
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
         """Opens the files. Removes the metrics of steps that this start trains again."""
@@ -182,10 +204,13 @@ class Reporter:
         numbers |= {name: sum(m.sums[name] for m in used) / examples for name in last.sums}
         self.clock.record_elapsed()
         timed = self._recent[self._num_restored :]
-        busy, images = self._busy_seconds(), sum(m.num_examples for m in timed)
+        busy = self._busy_seconds()
+        images = sum(m.num_examples for m in timed)
         speed = numbers['images_per_second'] = images / max(1e-9, busy - self._busy_before)
         numbers |= self._compare_processes(step)
-        self._recent, self._num_restored, self._busy_before = [], 0, busy
+        self._recent = []
+        self._num_restored = 0
+        self._busy_before = busy
         shown = [find_metric('loss'), *self._shown]
         found = {metric.name: metric for metric in shown if metric.name in numbers}
         texts = [f'{one.label} {one.format(numbers[name])}' for name, one in found.items()]
@@ -202,15 +227,15 @@ class Reporter:
         A comparison spans at least ten steps, so single evaluations and saves do not matter. Logs a
         warning the second time that the others waited for the same process.
         """
-        now = step - self._steps.start, self._busy_seconds(), self.clock.device_wait
-        pairs = zip(now, self._compared, strict=True)
-        count, busy, waited = (after - before for after, before in pairs)
-        if count < 10:
+        now = Progress(step - self._steps.start, self._busy_seconds(), self.clock.device_wait)
+        done = now.since(self._compared)
+        if done.steps < 10:
             return {}
-        pace, self._compared = self._job.compare_pace(step, (busy - waited) / count), now
+        self._compared = now
+        pace = self._job.compare_pace(step, (done.busy - done.waited) / done.steps)
         if pace is None:
             return {}
-        if pace.slowest > max(0.8 * busy / count, 2 * pace.median):
+        if pace.slowest > max(0.8 * done.busy / done.steps, 2 * pace.median):
             self._slow[pace.name] += 1
             if self._slow[pace.name] == 2:
                 text = '%s is slow: %.3g s per step without device waits; median process: %.3g s'
@@ -274,7 +299,9 @@ def sum_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
 
 def describe_run(experiment: Experiment) -> str:
     """Describes data, length, model, compute options and param groups of a run, in lines."""
-    config, model, length = experiment.config, experiment.model.config, experiment.length
+    config = experiment.config
+    model = experiment.model.config
+    length = experiment.length
     source = experiment.train_reader.source
     tokens = f'{model.sequence_summary}, ' if isinstance(model, ViTConfig) else ''
     evals = ', '.join(f'{len(r.source):,} {name}' for name, r in experiment.eval_readers.items())

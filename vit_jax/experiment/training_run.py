@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 from rich.console import Console
 
-from vit_jax.base import Params, Path, UserError, plural, require, tree_names, write_json
+from vit_jax.base import Batch, Params, Path, UserError, plural, require, tree_names, write_json
 from vit_jax.base.files import read_json
 from vit_jax.checkpoints.store import Checkpoints, quarantine_damaged
-from vit_jax.config import StepKind, TrainConfig, write_config
+from vit_jax.config import StepVariant, TrainConfig, write_config
 from vit_jax.data import loading
 from vit_jax.data.sources import opening
 from vit_jax.distributed import meshes, sharding_rules
@@ -108,7 +108,8 @@ def train(
         opened = stack.enter_context(
             open_run(config, path, job, accept_changes=accept_changes, accept_data=accept_data)
         )
-        experiment, workdir, _, selection = opened
+        experiment = opened.experiment
+        workdir = opened.workdir
         console.print(describe_run(experiment))
         if job.index == 0:
             warn_of_short_average(experiment.config.ema_decay, experiment.length.total_steps)
@@ -119,14 +120,19 @@ def train(
             programs = compile_programs(experiment, console)
         console.print(f'compiled in {clock.seconds["compile"]:.1f} s')
         checkpoints = open_checkpoint_store(experiment, workdir, job)
-        # If another process has died, a save never finishes.
-        stack.push(lambda kind, *_: checkpoints.close(2 if kind and job.count > 1 else None))
+
+        def close_checkpoints(error_type: type[BaseException] | None, *_: Any) -> None:
+            # If another process has died, a save never finishes.
+            is_broken = error_type is not None and job.count > 1
+            checkpoints.close(2 if is_broken else None)
+
+        stack.push(close_checkpoints)
         state, progress = restore_or_init(
             experiment, programs.state, checkpoints, job, console, workdir.changes
         )
         steps = range(int(state.step), experiment.length.total_steps)
-        if selection and (saved := progress.get('selection')):
-            selection.resume(saved)
+        if opened.selection and 'selection' in progress:
+            opened.selection.resume(progress['selection'])
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, job=job
         )
@@ -137,16 +143,18 @@ def train(
 
 def warn_of_short_average(ema_decay: float | None, total_steps: int) -> None:
     """Logs a warning if the average of parameters still contains much of the initial ones."""
-    if ema_decay is None or (share := ema_decay**total_steps) < _MAX_INITIAL_SHARE:
+    if ema_decay is None or ema_decay**total_steps < _MAX_INITIAL_SHARE:
         return
     enough = _MAX_INITIAL_SHARE ** (1 / total_steps) * (1 - 1e-9)
     digits = 1 + math.ceil(-math.log10(1 - enough))
-    better = math.floor(enough * 10**digits) / 10**digits
-    text = (
-        f'config.ema_decay={ema_decay} is too high for {plural(total_steps, "step")}: the average'
+    logging.warning(
+        'config.ema_decay=%s is too high for %s: the average that is evaluated and saved would '
+        'consist of %.1f%% initial parameters; set --config.ema_decay=%g or none',
+        ema_decay,
+        plural(total_steps, 'step'),
+        100 * ema_decay**total_steps,
+        math.floor(enough * 10**digits) / 10**digits,
     )
-    text += f' that is evaluated and saved would consist of {share:.1%} initial parameters'
-    logging.warning('%s; set --config.ema_decay=%g or none', text, better)
 
 
 class OpenedRun(NamedTuple):
@@ -185,7 +193,8 @@ def open_run(
 
 def find_eval_intervals(experiment: Experiment) -> dict[str, int]:
     """Returns the interval of each evaluation in steps, by name."""
-    config, intervals = experiment.config, dict[str, int]()
+    config = experiment.config
+    intervals = dict[str, int]()
     for name, reader in experiment.eval_readers.items():
         every = config.evaluations[name].every_steps or config.eval_every_steps
         intervals[name] = find_eval_interval(experiment.length, every, len(reader.source))
@@ -198,31 +207,41 @@ def make_selection(experiment: Experiment) -> Selection | None:
     Raises UserError for an unknown metric, or for `config.patience` without an evaluation before
     the end.
     """
-    config, readers = experiment.config, experiment.eval_readers
-    if (metric := config.keep_best) is None:
+    config = experiment.config
+    if config.keep_best is None:
         return None
+    readers = experiment.eval_readers
     params = abstract_params(experiment.model.config)
     known = [
         f'{name}/{each}'
         for name, evaluator in experiment.evaluators.items()
         for each in evaluator.list_metrics(params, readers[name])
     ]
-    require(metric in known, f'config.keep_best={metric!r}: expected one of {", ".join(known)}')
-    name, _, metric = metric.partition('/')
-    every, end = find_eval_intervals(experiment)[name], experiment.length.total_steps
-    wrong = f'config.patience={config.patience}: {name} is evaluated only at the end, step {end}'
-    field = f'evals.{name}.every_steps' if config.evals else 'eval_every_steps'
-    advice = f'set --config.{field}={max(1, end // 10)} or a longer --config.total'
-    require(every < end or config.patience is None, f'{wrong}; {advice}')
-    own = resolve_metrics(config.metrics)
-    return Selection(name, find_metric(metric, own), readers[name].source.split, config.patience)
+    if config.keep_best not in known:
+        raise UserError(
+            f'config.keep_best={config.keep_best!r}: expected one of {", ".join(known)}'
+        )
+    name, _, metric = config.keep_best.partition('/')
+    end = experiment.length.total_steps
+    if config.patience is not None and find_eval_intervals(experiment)[name] >= end:
+        field = f'evals.{name}.every_steps' if config.evals else 'eval_every_steps'
+        raise UserError(
+            f'config.patience={config.patience}: {name} is evaluated only at the end, step {end}; '
+            f'set --config.{field}={max(1, end // 10)} or a longer --config.total'
+        )
+    return Selection(
+        evaluation=name,
+        metric=find_metric(metric, resolve_metrics(config.metrics)),
+        split=readers[name].source.split,
+        patience=config.patience,
+    )
 
 
 class Programs(NamedTuple):
     """The compiled programs of a run, and the abstract train state."""
 
     state: TrainState  # shape, type and sharding of each array
-    updates: dict[StepKind, Update]
+    update: dict[StepVariant, Update]
     evaluators: dict[str, Evaluator]  # by name; `fewshot` computes features
 
 
@@ -231,18 +250,31 @@ def compile_programs(experiment: Experiment, console: Console) -> Programs:
 
     Evaluations with equal batch shapes and patch sizes share a compiled step.
     """
-    state, mesh = abstract_state(experiment), experiment.mesh
-    for line in sharding_rules.sharding_report(state, sharding_rules.get_shardings(state), mesh):
+    state = abstract_state(experiment)
+    mesh = experiment.mesh
+    shardings = sharding_rules.get_shardings(state)
+    for line in sharding_rules.sharding_report(state, shardings, mesh):
         console.print(line)
     console.print(f'compile for {mesh.size} x {mesh.devices.flat[0].device_kind}')
-    kinds = experiment.config.step_kinds
-    updates = {kind: lower_update(experiment, state, kind).compile() for kind in kinds}
-    params, readers = state.eval_params, experiment.eval_readers
-    evaluators = {x: one.compile(params, readers[x]) for x, one in experiment.evaluators.items()}
+    variants = experiment.config.step_variants
+    return Programs(
+        state=state,
+        update={each: lower_update(experiment, state, each).compile() for each in variants},
+        evaluators=_compile_evaluators(experiment, state),
+    )
+
+
+def _compile_evaluators(experiment: Experiment, state: TrainState) -> dict[str, Evaluator]:
+    """Compiles an evaluator for each evaluation, and for the few-shot evaluation."""
+    params = state.eval_params
+    evaluators = {
+        name: evaluator.compile(params, experiment.eval_readers[name])
+        for name, evaluator in experiment.evaluators.items()
+    }
     if experiment.probes is not None:
         features = make_step_evaluator(experiment.functions.features(), experiment.batches)
         evaluators['fewshot'] = features.compile(params, experiment.probes.example)
-    return Programs(state, updates, evaluators)
+    return evaluators
 
 
 def abstract_state(experiment: Experiment) -> TrainState:
@@ -257,14 +289,16 @@ def abstract_state(experiment: Experiment) -> TrainState:
     return sharding_rules.abstract_arrays(state, shardings)
 
 
-def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | None = None) -> Any:
+def lower_update(
+    experiment: Experiment, state: TrainState, variant: StepVariant | None = None
+) -> Any:
     """Traces and lowers the update step, which donates its state, but not frozen parameters.
 
     By default, it is the update with the longest sequence, which needs the most memory.
     """
     batches = experiment.batches._replace(batch_size=experiment.config.batch_size)
     out_shardings = sharding_rules.get_shardings(state), meshes.replicated(experiment.mesh)
-    update = experiment.functions.update(kind or experiment.config.step_kinds[0])
+    update = experiment.functions.update(variant or experiment.config.step_variants[0])
     step = meshes.jit(update, experiment.mesh, donate_argnums=0, out_shardings=out_shardings)
     batch = batches.abstract(experiment.train_reader)
     return step.lower(state, batch, experiment.values, experiment.frozen, 0.0)
@@ -272,16 +306,20 @@ def lower_update(experiment: Experiment, state: TrainState, kind: StepKind | Non
 
 def open_checkpoint_store(experiment: Experiment, workdir: Workdir, job: Job) -> Checkpoints:
     """Opens the checkpoints of a run. Moves damaged ones aside, with a warning."""
-    folder, check_held, _ = workdir
+    folder = workdir.folder
     job.reset_watchdog()
     if job.index == 0:
-        check_held()  # before the folder is changed
+        workdir.check_held()  # before the folder is changed
         for line in quarantine_damaged(folder):
             logging.warning('%s', line)
     job.barrier('compiled')  # collectives follow, for which gloo waits only 30 s
     job.reset_watchdog()
-    keep, sync_first = experiment.config.keep_checkpoints, [folder / workdirs.METRICS]
-    checkpoints = Checkpoints(folder, keep=keep, sync_first=sync_first, check_lease=check_held)
+    checkpoints = Checkpoints(
+        folder,
+        keep=experiment.config.keep_checkpoints,
+        sync_first=[folder / workdirs.METRICS],
+        check_lease=workdir.check_held,
+    )
     job.require_equal('the step to resume from', {'step': checkpoints.latest_step})
     return checkpoints
 
@@ -295,11 +333,11 @@ def list_changes_of_arrays(changes: Sequence[str]) -> Iterator[None]:
         lines = [f'config.{line}' for line in changes if line.startswith(_FIELDS_OF_ARRAYS)]
         if not lines:
             raise
+        changed = '\n  '.join(['the checkpoint does not fit these changes:', *lines])
         advice = (
             'undo these changes, or start a new run from this checkpoint with --config.start_from'
         )
-        text = '\n  '.join(['the checkpoint does not fit these changes:', *lines])
-        raise UserError(f'{error}\n{text}\n{advice}') from error
+        raise UserError(f'{error}\n{changed}\n{advice}') from error
 
 
 def restore_or_init(
@@ -329,24 +367,27 @@ def restore_or_init(
       UserError: If the newest checkpoint is beyond the last step.
     """
     shardings = sharding_rules.get_shardings(abstract)
-    step, end = checkpoints.latest_step, experiment.length.total_steps
+    step = checkpoints.latest_step
+    end = experiment.length.total_steps
     if step is not None:
         where = checkpoints.path(step)
         require(step <= end, f'{where}: expected at most step {end}; set a longer --config.total')
-        like = abstract.split(), shardings.split()
         with list_changes_of_arrays(changes):
-            params, training, progress = checkpoints.restore(step, *like)
+            params, training, progress = checkpoints.restore(
+                step, abstract.split(), shardings.split()
+            )
         console.print(f'resuming at step {step} from {where}')
         if step == end:
             advice = 'to continue it, pass a longer --config.total and --accept_config_changes'
             console.print(f'the run is complete; {advice}')
         return TrainState.join(params, training), progress
-    functions, mesh, start = experiment.functions, experiment.mesh, experiment.start_from
-    init = meshes.jit(functions.init, mesh, out_shardings=shardings)
+    functions = experiment.functions
+    start = experiment.start_from
+    init = meshes.jit(functions.init, experiment.mesh, out_shardings=shardings)
     if start is None:
         return init(experiment.values), {}
-    fresh = meshes.jit(functions.init_params, mesh, out_shardings=shardings.params)
-    params = fresh(experiment.values)
+    init_params = meshes.jit(functions.init_params, experiment.mesh, out_shardings=shardings.params)
+    params = init_params(experiment.values)
     params, report = experiment.transfer_params(start, params)
     console.print('\n'.join([f'start_from {start.path}', *start.report, *report]))
     params = meshes.put(params, shardings.params)
@@ -388,7 +429,8 @@ class TrainingRun:
 
     def train(self, state: TrainState, steps: range, profile: range) -> Result:
         """Trains, evaluates and saves in `steps`; profiles the steps in `profile`."""
-        experiment, workdir, check_data, selection = self.opened
+        experiment = self.opened.experiment
+        workdir = self.opened.workdir
         changes = {'changes': workdir.changes} if workdir.changes else {}
         for change in workdir.changes:
             self.reporter.console.print(f'changed from step {steps.start}: config.{change}')
@@ -413,12 +455,14 @@ class TrainingRun:
             self._finish('stopped', step)
             where = self.checkpoints.path(step)
             raise Interrupted(f'stopped at step {step}; saved in {where}') from None
-        check_data(5.0)  # seconds; the next start compares the rest
-        if (step := int(state.step)) < steps.stop:
+        self.opened.check_data(5.0)  # seconds; the next start compares the rest
+        step = int(state.step)
+        if step < steps.stop:
             count = plural(experiment.config.patience or 0, 'evaluation')
-            reason = f'no better {experiment.config.keep_best} in {count}'
-            advice = 'to continue it, pass a larger --config.patience'
-            self.reporter.console.print(f'the run is complete at step {step}: {reason}; {advice}')
+            self.reporter.console.print(
+                f'the run is complete at step {step}: no better {experiment.config.keep_best} in '
+                f'{count}; to continue it, pass a larger --config.patience'
+            )
         self._finish('complete', step)
         self.reporter.flush()
         return Result(
@@ -427,26 +471,32 @@ class TrainingRun:
             evals=self.evals,
             fewshot=self.fewshot,
             checkpoint=self.checkpoints.path(step),
-            selection=selection,
+            selection=self.opened.selection,
             folder=workdir.folder,
             reporter=self.reporter,
         )
 
     def _fit(self, state: TrainState, steps: range, profile: range) -> TrainState:
-        experiment, workdir, *_ = self.opened
+        experiment = self.opened.experiment
         config = experiment.config
         loader = experiment.batches.make_loader(experiment.train_reader)
         batches = loading.training_batches(
             loader, steps=steps, batch_size=config.batch_size, seed=config.seed
         )
-        updates = (self.programs.updates[config.step_kind(n, experiment.length)] for n in steps)
-        folder, console = workdir.folder / 'profile', self.reporter.console
-        watched = loop.profile_steps(self.job.tick_each(batches), steps, profile, folder, console)
+
+        def update(
+            step: int, state: TrainState, batch: Batch, loss_limit: float
+        ) -> tuple[TrainState, StepMetrics]:
+            compiled = self.programs.update[config.step_variant(step, experiment.length)]
+            return compiled(state, batch, experiment.values, experiment.frozen, loss_limit)
+
+        folder = self.opened.workdir.folder / 'profile'
+        watched = loop.profile_steps(
+            self.job.tick_each(batches), steps, profile, folder, self.reporter.console
+        )
         with contextlib.closing(watched):
             return loop.fit(
-                lambda state, batch, limit: next(updates)(
-                    state, batch, experiment.values, experiment.frozen, limit
-                ),
+                update,
                 state,
                 watched,
                 steps=steps,
@@ -463,17 +513,20 @@ class TrainingRun:
 
         The evaluation for `keep_best` comes first, so that a checkpoint includes its result.
         """
-        experiment, selection = self.opened.experiment, self.opened.selection
-        config, steps_of = experiment.config, experiment.length.interval_steps
-        every: dict[str, int | None] = {**find_eval_intervals(experiment)}
+        experiment = self.opened.experiment
+        config = experiment.config
+        steps_of = experiment.length.interval_steps
+        actions = [PeriodicAction(steps_of(config.checkpoint_every_steps), self.save)]
+        for name, interval in find_eval_intervals(experiment).items():
+            action = PeriodicAction(interval, functools.partial(self.evaluate, name))
+            if self.opened.selection and name == self.opened.selection.evaluation:
+                actions.insert(0, action)
+            else:
+                actions.append(action)
         if config.fewshot is not None:
-            every['fewshot'] = steps_of(config.fewshot.every_steps)
-        actions = {
-            x: PeriodicAction(n, functools.partial(self.evaluate, x)) for x, n in every.items()
-        }
-        first = [actions.pop(selection.evaluation)] if selection else []
-        save = PeriodicAction(steps_of(config.checkpoint_every_steps), self.save)
-        return [*first, save, *actions.values()]
+            evaluate = functools.partial(self.evaluate, 'fewshot')
+            actions.append(PeriodicAction(steps_of(config.fewshot.every_steps), evaluate))
+        return actions
 
     def _resume_evaluations(self, state: TrainState, steps: range) -> int:
         """Runs actions that are due at the first step, if the run is resumed or `init_head` is set.
@@ -515,10 +568,12 @@ class TrainingRun:
             self.reporter.record_event('saving', step)
             self.reporter.flush()
             params, training = state.split()
-            card, progress = self.opened.experiment.make_card(step), self.reporter.progress
-            if selection := self.opened.selection:
-                progress['selection'] = selection.to_dict()
-            best = selection.step if selection else None
+            card = self.opened.experiment.make_card(step)
+            progress = self.reporter.progress
+            best = None
+            if self.opened.selection:
+                progress['selection'] = self.opened.selection.to_dict()
+                best = self.opened.selection.step
             self.checkpoints.save(step, params, training, card, progress, best=best)
 
     def _finish(self, event: str, step: int | None) -> None:
@@ -534,7 +589,8 @@ class TrainingRun:
 
         Saves a checkpoint at a new best value. Returns whether `config.patience` stops training.
         """
-        if (numbers := self._restore_evaluation(name)) is None:
+        numbers = self._restore_evaluation(name)
+        if numbers is None:
             with self.reporter.clock('evaluation'):
                 self.reporter.record_event(f'evaluating {name}', step)
                 if name == 'fewshot':
@@ -542,7 +598,8 @@ class TrainingRun:
                 else:
                     numbers, text = self._evaluate_split(name, state)
             self.reporter.record_metrics(name, step, numbers, text)
-        if (selection := self.opened.selection) is None or name != selection.evaluation:
+        selection = self.opened.selection
+        if selection is None or name != selection.evaluation:
             return False
         if selection.metric.name not in numbers:  # an earlier start recorded other metrics
             return False
@@ -568,23 +625,27 @@ class TrainingRun:
         numbers = result.metrics | {'count': result.num_images}
         summary = summarize_evals({name: result.metrics}, self.opened.experiment.shown)
         text = f'{summary} on {plural(result.num_images, "image")}'
-        if unreadable := len(reader.source) - result.num_images:
+        unreadable = len(reader.source) - result.num_images
+        if unreadable:
             numbers['unreadable'] = unreadable
             text += f', {unreadable:,} unreadable'
         return numbers, text
 
     def _evaluate_few_shot(self, step: int, state: TrainState) -> tuple[dict[str, Any], str]:
         """Runs the few-shot evaluation and writes fewshot.json. Returns metrics and a summary."""
-        experiment, workdir, *_ = self.opened
+        experiment = self.opened.experiment
+        workdir = self.opened.workdir
         assert experiment.probes is not None  # `_actions` checks config.fewshot
-        evaluator, params = self.programs.evaluators['fewshot'], state.eval_params
-        features_of = make_feature_function(evaluator, params, watch=self.job.tick_each)
+        features_of = make_feature_function(
+            self.programs.evaluators['fewshot'], state.eval_params, watch=self.job.tick_each
+        )
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
         self.fewshot = result | {'step': step, 'checkpoint': str(workdir.folder)}
         if self.job.index == 0:
             workdir.check_held()
             earlier = self._read_few_shot()
-            if (end := earlier.get('step')) in self.reporter.ends and end != step:
+            end = earlier.get('step')
+            if end in self.reporter.ends and end != step:
                 write_json(workdir.folder / f'fewshot-{end}.json', earlier)
             write_json(workdir.folder / workdirs.FEWSHOT, self.fewshot)
         return probing.name_accuracies(self.fewshot), probing.summarize(self.fewshot)

@@ -19,7 +19,7 @@ from vit_jax.base.files import open_file, try_lock
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import package_versions
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import TrainConfig, differing, read_config, write_config
+from vit_jax.config import TrainConfig, config_differences, read_config, write_config
 from vit_jax.distributed.processes import Job
 
 CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
@@ -78,10 +78,10 @@ def _check_and_write_config(
 
     Raises:
       UserError: If there are checkpoints of a configuration that differs in fields that are not in
-        `vit_jax.config.FREE`, unless `accept_changes` is True.
+        `vit_jax.config.MAY_CHANGE_ON_RESUME`, unless `accept_changes` is True.
     """
     recorded = _read_config(folder)
-    changes = [] if recorded is None else differing(recorded, config)
+    changes = [] if recorded is None else config_differences(recorded, config)
     if changes and not accept_changes:
         text = f'workdir {folder} has a run with another configuration:'
         advice = 'use another --workdir, or resume this run with --accept_config_changes'

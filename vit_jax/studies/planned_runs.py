@@ -11,7 +11,7 @@ from typing import NamedTuple
 from vit_jax.base import Path, UserError, plural, records, require, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import FREE, TrainConfig, differing, write_config
+from vit_jax.config import MAY_CHANGE_ON_RESUME, TrainConfig, config_differences, write_config
 from vit_jax.experiment import reporter, workdirs
 from vit_jax.experiment.values import remove_values
 from vit_jax.studies import history
@@ -86,7 +86,7 @@ def describe_programs(runs: Sequence[PlannedRun]) -> str:
     steps, evaluations = set[Hashable](), set[Hashable]()
     for run in runs:
         config, structure = run.config, _structure_key(run)
-        steps |= {(structure, kind) for kind in config.step_kinds}
+        steps |= {(structure, kind) for kind in config.step_variants}
         for one in config.evaluations.values():
             batch = one.data or config.data, one.labels, config.eval_batch_size or config.batch_size
             evaluations.add((structure, one.patch_size, batch))
@@ -126,11 +126,17 @@ def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
     for run in runs:
         if is_complete(folder, run):
             recorded = history.read_history(folder / run.name, run.name).config
-            may_differ = {*FREE} - {'evals', 'eval_split', 'fewshot'}  # these change the measures
+            may_differ = {*MAY_CHANGE_ON_RESUME} - {
+                'evals',
+                'eval_split',
+                'fewshot',
+            }  # these change the measures
             may_differ -= {'keep_best', 'patience'}  # these change the last step
             may_differ |= {'start_from'} if run.parent else set()
             may_differ |= {'compute.dtype'} if run.config.compute.dtype == 'auto' else set()
-            changes = differing(recorded, records.to_dict(run.config), free=[*may_differ])
+            changes = config_differences(
+                recorded, records.to_dict(run.config), ignored=[*may_differ]
+            )
             advice = 'use another --workdir, or delete the folder of this run to train it again'
             require(not changes, f'{folder / run.name}: {"; ".join(changes)}; {advice}')
 

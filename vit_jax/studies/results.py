@@ -61,11 +61,11 @@ def _count_operations(folder: Path, run: PlannedRun) -> float:
 
     Counts 6 per multiply-add of the forward pass, image and step, because a backward pass costs two
     forward passes. Returns NaN if the model comes from a checkpoint, or if steps differ, as with
-    random patch sizes (`TrainConfig.step_kinds`).
+    random patch sizes (`TrainConfig.step_variants`).
     """
     steps = read_last_step(folder, run)
     config = run.config
-    kind, *others = config.step_kinds
+    kind, *others = config.step_variants
     if config.model is None or steps is None or others:
         return float('nan')
     model = with_patch_size(config.model, kind.patch_size)

@@ -138,7 +138,7 @@ def fit(
     Metrics of a step are read while the next one runs, so that the device rarely waits for them.
 
     Args:
-      update: Maps (state, batch, loss limit) to (state, metrics); see `make_update`.
+      update: Maps (step, state, batch, loss limit) to (state, metrics); see `make_update`.
       state: The state before the first of `steps`.
       batches: Yields a batch per step.
       steps: Numbers of the steps to run.
@@ -181,7 +181,7 @@ def fit(
             with clock('step'), jax.profiler.StepTraceAnnotation('train', step_num=step + 1):
                 # The newest loss is not used: it is known only directly after an action or restart.
                 limit = limit_loss(losses if pending else losses[:-1], deviations=spike_deviations)
-                state, metrics = update(state, batch, limit)
+                state, metrics = update(step, state, batch, limit)
                 read_pending()
                 pending = step + 1, metrics
             if any(action.is_due(step + 1, steps.stop) for action in actions):

@@ -92,9 +92,15 @@ def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
 def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
     """Opens the images of ROOT/CLASS/ in a fixed random order.
 
+    Images of a folder without subfolders have no classes.
+
     Raises one UserError that lists `faults` and all empty classes, if there are any.
     """
-    class_names, faults = folder_names(root), [*faults]
+    class_names = folder_names(root)
+    faults = [*faults]
+    if not class_names and loose_images(root):
+        raise_all(faults)
+        return shuffle_once(unlabeled_source([str(root)]))
     if not class_names:
         faults.append(f'{root}: no class folders; expected {root}/CLASS/*.jpg')
     paths, labels = list[str](), list[int]()

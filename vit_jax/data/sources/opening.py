@@ -64,7 +64,7 @@ class HeldOut(records.Record):
 Opener = Callable[..., Source]  # (data, split, labels=None, classes=()); see `make_opener`
 
 
-def make_opener(held_out: HeldOut | None = None) -> Opener:
+def make_opener(held_out: HeldOut | None = None, *, needs_classes: bool = True) -> Opener:
     """Returns a cached function `(data, split, labels=None, classes=()) -> Source`.
 
     `data` is data that `open_splits` can open, or a function from the name of a split to a Source.
@@ -80,6 +80,7 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
 
     Args:
       held_out: How data without splits is divided.
+      needs_classes: Whether to reject folders of images without class folders.
     """
 
     open_all = functools.cache(functools.partial(open_splits, held_out=held_out))
@@ -91,6 +92,8 @@ def make_opener(held_out: HeldOut | None = None) -> Opener:
             with usable(data):
                 splits = open_all(data, label_column=column)
                 source = splits[_find_split(name, splits, data)]()
+            if needs_classes and not source.class_names:
+                raise UserError(f'{data}, {name}: no class folders; expected CLASS/*.jpg')
         else:
             require(column is None, f'labels={labels!r}: expected FILE.json if data is a function')
             source = data(name)
@@ -222,7 +225,8 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
         count = max(1, min(count, len(members) - 1))
         held |= {file for _, file in sorted(members)[:count]}
         if len(members) == 1:
-            of = 'the data' if source.multi_label else f'class {source.class_names[label]!r}'
+            has_class = source.class_names and not source.multi_label
+            of = f'class {source.class_names[label]!r}' if has_class else 'the data'
             text = f'the only image of {of}; expected at least 2, to hold out 1 for testing'
             faults.append(f'{paths[first[members[0][1]]]}: {text}')
     raise_all(faults)

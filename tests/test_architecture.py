@@ -74,6 +74,17 @@ def test_a_file_says_what_it_owns(path):
     assert ast.get_docstring(ast.parse(path.read_text())), 'the first line says what the file owns'
 
 
+def test_only_tasks_ask_what_the_task_is():
+    """Loop, update, evaluator, reports and formats work with any task (see tasks/base.py)."""
+    knowing = {'config.py', 'experiment/values.py'}  # hold and check the fields
+    for path in FILES:
+        name = str(path.relative_to(PACKAGE))
+        if room(path) != 'tasks' and name not in knowing:
+            nodes = ast.walk(ast.parse(path.read_text()))
+            asked = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            assert not asked & {'objective', 'distillation'}, name
+
+
 def test_a_training_needs_no_tensorflow_and_its_model_and_update_no_library_of_data():
     """Nor a client of a network; the model runs without the libraries of its checkpoints."""
     program = """

@@ -81,7 +81,7 @@ def whole(tmp_path_factory, taught):
     return folder
 
 
-@pytest.mark.gate
+@pytest.mark.nightly
 def test_a_run_that_is_killed_and_stopped_ends_with_the_same_bits(whole, taught, tmp_path):
     # The run handles a signal in less than 14 steps of 50 ms (0.7 s). The next signal is due later,
     # and so is the end of the run.

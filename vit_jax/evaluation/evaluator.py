@@ -171,16 +171,23 @@ def make_evaluator(
       metrics: Metrics of whole data sets. `function` returns the outputs that they need.
     """
     step = meshes.with_mesh(batches.mesh, as_step(function))
-    return dataclasses.replace(make_step_evaluator(step, batches), metrics=metrics)
+    return make_step_evaluator(step, batches, metrics=metrics)
 
 
-def make_step_evaluator(step: EvalStep, batches: BatchMaker, *arguments: Any) -> Evaluator:
+def make_step_evaluator(
+    step: EvalStep, batches: BatchMaker, *arguments: Any, metrics: Sequence[Metric] = ()
+) -> Evaluator:
     """Makes an evaluator from a step, which is traced with the mesh (see `with_mesh`).
 
-    Results are replicated on all devices. `arguments` are trees of arrays on the devices.
+    Args:
+      step: Its results are replicated on all devices.
+      batches: Makes the batches.
+      *arguments: Further arguments of `step`, trees of arrays on the devices.
+      metrics: Metrics of whole data sets. `step` returns the outputs that they need.
     """
     everywhere = meshes.replicated(batches.mesh)
-    return Evaluator(meshes.jit(step, batches.mesh, out_shardings=everywhere), batches, arguments)
+    jitted = meshes.jit(step, batches.mesh, out_shardings=everywhere)
+    return Evaluator(step=jitted, batches=batches, arguments=arguments, metrics=metrics)
 
 
 def as_step(function: Callable[..., BatchSums]) -> EvalStep:

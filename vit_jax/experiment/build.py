@@ -44,7 +44,7 @@ from vit_jax.pretrained import LoadedModel
 from vit_jax.tasks.base import Task
 from vit_jax.tasks.making import make_task
 from vit_jax.training.duration import TrainLength, make_train_length
-from vit_jax.training.metrics import Metric, OutputName, combine_metrics
+from vit_jax.training.metrics import Metric
 from vit_jax.training.objectives import TASK
 from vit_jax.training.optimizer import check_optimizer, count_moments, look_up, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
@@ -154,15 +154,13 @@ def build_experiment(
 
     task = make_task(config, num_classes=len(train.class_names), multi_label=train.multi_label)
     raise_all(task.check_data(config, train, evaluated))
-    metrics = combine_metrics(task.measured, config.metrics)
-    task = dataclasses.replace(task, outputs=list_outputs(metrics))
     start = open_start(config)
     model_config = resolve_model(config, start, task)
     preprocessing = resolve_preprocessing(config, start)
     size = model_config.image_size
     if config.init_head is not None:
         check_init_head(model_config, train, has_start=start is not None)
-    config, task, loaded = task.load(config, train.class_names)
+    task, config, loaded = task.load(config, train.class_names)
 
     planned = devices is not None
     mesh = make_mesh(config, devices)
@@ -198,16 +196,12 @@ def build_experiment(
         frozen = loaded.place_frozen(compute, mesh, config.mesh, abstract=planned)
     if not planned:
         values = meshes.put(values, jax.tree.map(lambda _: meshes.replicated(mesh), values))
-    make_evaluator = functools.cache(
-        lambda patch_size: make_step_evaluator(functions.evaluate(patch_size), batches, values)
-    )
     evaluators = {}
     for name, source in evaluated.items():
+        step = functions.evaluate(config.evaluations[name].patch_size)
         # A metric of one class per image is not defined for several, and the reverse.
-        fits = source.multi_label == train.multi_label
-        evaluators[name] = dataclasses.replace(
-            make_evaluator(config.evaluations[name].patch_size), metrics=metrics if fits else ()
-        )
+        metrics = task.metrics(config) if source.multi_label == train.multi_label else []
+        evaluators[name] = make_step_evaluator(step, batches, values, metrics=metrics)
     return Experiment(
         config=config,
         start_from=start,
@@ -224,7 +218,7 @@ def build_experiment(
         eval_readers={name: make_reader(source) for name, source in evaluated.items()},
         probes=probes,
         evaluators=evaluators,
-        shown=combine_metrics(task.shown, config.metrics),
+        shown=task.shown_metrics(config),
         batches=batches,
         param_group_report=groups.report,
     )
@@ -245,11 +239,6 @@ def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, S
         raise UserError(f'{wrong}; set config.fewshot.sets, or --config.fewshot=none')
     loading.check_balance(train, config.loader)
     return train, evaluated
-
-
-def list_outputs(metrics: Sequence[Metric]) -> tuple[OutputName, ...]:
-    """Lists the outputs of evaluations that metrics need."""
-    return tuple(dict.fromkeys(name for metric in metrics for name in metric.outputs))
 
 
 def open_start(config: TrainConfig) -> Checkpoint | None:

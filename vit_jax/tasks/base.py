@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from vit_jax.base import Array, Float
 from vit_jax.config import TrainConfig
@@ -10,12 +10,20 @@ from vit_jax.data.sources.base import Source
 from vit_jax.models import Model, ModelConfig
 from vit_jax.pretrained import LoadedModel
 from vit_jax.training.losses import BatchSums
-from vit_jax.training.metrics import OutputName
+from vit_jax.training.metrics import Metric, OutputName, combine_metrics
 
 # Maps (params, batch, key=None) to sums over the examples. A key enables dropout. If the task has
 # frozen parameters, the function also gets them, as `frozen`.
 LossSums = Callable[..., BatchSums]
 Normalize = Callable[[Array], Float[Array, 'b h w c']]  # from pixels (0 to 255) to a model's input
+
+
+class LoadedTask(NamedTuple):
+    """A task whose other model is loaded."""
+
+    task: 'Task'
+    config: TrainConfig  # with what is now known about the model, such as its digest
+    model: LoadedModel | None  # has frozen parameters; None: the task needs no other model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +49,14 @@ class Task:
         """Names of the metrics that are printed during training, besides those of the user."""
         raise NotImplementedError
 
+    def metrics(self, config: TrainConfig) -> list[Metric]:
+        """Returns the metrics of whole data sets that evaluations measure."""
+        return combine_metrics(self.measured, config.metrics)
+
+    def shown_metrics(self, config: TrainConfig) -> list[Metric]:
+        """Returns the metrics that are printed during training."""
+        return combine_metrics(self.shown, config.metrics)
+
     def check_data(
         self, config: TrainConfig, train: Source, evaluated: Mapping[str, Source]
     ) -> list[str]:
@@ -55,16 +71,9 @@ class Task:
         """Returns the architecture to train. Raises UserError if it does not fit the task."""
         raise NotImplementedError
 
-    def load(
-        self, config: TrainConfig, class_names: Sequence[str]
-    ) -> tuple[TrainConfig, 'Task', LoadedModel | None]:
-        """Loads the model that the task needs besides the trained one, if any.
-
-        Returns:
-          Configuration and task with what is now known about the model, and the model. Its
-          parameters are frozen.
-        """
-        return config, self, None
+    def load(self, config: TrainConfig, class_names: Sequence[str]) -> LoadedTask:
+        """Loads the model that the task needs besides the trained one, if any."""
+        return LoadedTask(self, config, None)
 
     def extend_model(self, config: TrainConfig, model: Model) -> Model:
         """Adds parameters to the initial ones that are trained but are not part of the model.

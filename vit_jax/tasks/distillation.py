@@ -23,7 +23,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.models import Compute, Model, ModelConfig, apply_heads, build
 from vit_jax.models.model import feature_width
 from vit_jax.pretrained import LoadedModel, load
-from vit_jax.tasks.base import LossSums, Normalize, Task
+from vit_jax.tasks.base import LoadedTask, LossSums, Normalize, Task
 from vit_jax.tasks.single_label import SingleLabel
 from vit_jax.training.losses import BatchSums, Loss, make_loss, make_targets, sum_examples
 from vit_jax.training.metrics import example_metrics
@@ -64,12 +64,13 @@ class FromTeacher(Task):
     def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
         return self.labels.configure_model(config, model)
 
-    def load(
-        self, config: TrainConfig, class_names: Sequence[str]
-    ) -> tuple[TrainConfig, Task, LoadedModel | None]:
+    def load(self, config: TrainConfig, class_names: Sequence[str]) -> LoadedTask:
         distillation, teacher = load_teacher(config.distillation, class_names)
-        task = dataclasses.replace(self, teacher=(teacher.config, teacher.preprocessing))
-        return dataclasses.replace(config, distillation=distillation), task, teacher
+        return LoadedTask(
+            task=dataclasses.replace(self, teacher=(teacher.config, teacher.preprocessing)),
+            config=dataclasses.replace(config, distillation=distillation),
+            model=teacher,
+        )
 
     def extend_model(self, config: TrainConfig, model: Model) -> Model:
         if config.distillation.kind != 'features':

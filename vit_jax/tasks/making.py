@@ -1,5 +1,7 @@
 """Chooses the task of a configuration."""
 
+import dataclasses
+
 from vit_jax.config import TrainConfig
 from vit_jax.tasks.autoencoding import Autoencoding
 from vit_jax.tasks.base import Task
@@ -24,6 +26,12 @@ def make_task(config: TrainConfig, *, num_classes: int, multi_label: bool = Fals
       num_classes: Number of classes of the training images.
       multi_label: Whether the training images may have several classes.
     """
+    task = _choose_task(config, num_classes, multi_label)
+    outputs = dict.fromkeys(name for metric in task.metrics(config) for name in metric.outputs)
+    return dataclasses.replace(task, outputs=tuple(outputs))
+
+
+def _choose_task(config: TrainConfig, num_classes: int, multi_label: bool) -> Task:
     if config.objective is not None:
         return _OF_OBJECTIVES[type(config.objective)](num_classes=num_classes)
     kind = SeveralLabels if multi_label else SingleLabel

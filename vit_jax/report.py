@@ -10,7 +10,7 @@ import importlib.util
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -30,15 +30,26 @@ _CURVES_TEXT = (
 _FEWSHOT = 'Accuracy of probes on frozen features; linear accuracies are means over seeds.'
 _NORM = 'Before clipping. A norm that grows over many steps often precedes divergence.'
 _SPEED = 'Includes waiting for data; excludes evaluation and saving.'
-Scale = Literal['linear', 'magnitudes', 'percent']
-# Title, pattern of KIND/NAME as in metrics.jsonl, scale of the y axis, text.
-_CURVES: tuple[tuple[str, str, Scale, str], ...] = (
-    ('Loss', r'(?!skipped)[^/]+/loss', 'linear', _CURVES_TEXT),
-    ('Accuracy', r'[^/]+/accuracy', 'percent', _CURVES_TEXT),
-    ('Few-shot accuracy', r'fewshot/.*_accuracy', 'percent', _FEWSHOT),
-    ('Learning rate', 'train/learning_rate', 'linear', 'Warm-up, then decay.'),
-    ('Gradient norm', 'train/gradient_norm', 'magnitudes', _NORM),
-    ('Images per second', 'train/images_per_second', 'linear', _SPEED),
+
+
+class _Curves(NamedTuple):
+    """A picture of curves."""
+
+    title: str
+    pattern: str  # of KIND/NAME as in metrics.jsonl
+    scale: Literal['linear', 'magnitudes', 'percent']
+    text: str
+
+
+_MEASURED = (
+    _Curves('Loss', r'(?!skipped)[^/]+/loss', 'linear', _CURVES_TEXT),
+    _Curves('Accuracy', r'[^/]+/accuracy', 'percent', _CURVES_TEXT),
+)
+_OTHERS = (
+    _Curves('Few-shot accuracy', r'fewshot/.*_accuracy', 'percent', _FEWSHOT),
+    _Curves('Learning rate', 'train/learning_rate', 'linear', 'Warm-up, then decay.'),
+    _Curves('Gradient norm', 'train/gradient_norm', 'magnitudes', _NORM),
+    _Curves('Images per second', 'train/images_per_second', 'linear', _SPEED),
 )
 _SELECTED = (
     ' The value of the best step is a validation number, because it selected the checkpoint.'
@@ -107,12 +118,27 @@ def _names(runs: Sequence[History]) -> list[str]:
     return [*dict.fromkeys(name for run in runs for name in run.numbers)]
 
 
+def _list_curves(runs: Sequence[History]) -> list[_Curves]:
+    """Lists the pictures, with one for each metric that a configuration adds."""
+    further = {metric.name: metric for run in runs for metric in run.own_metrics}
+    added = [
+        _Curves(
+            title=metric.label[0].upper() + metric.label[1:],
+            pattern=rf'[^/]+/{metric.name}',
+            scale='percent' if metric.unit == 'percent' else 'linear',
+            text='Over all images of each evaluation.',
+        )
+        for metric in further.values()
+    ]
+    return [*_MEASURED, *added, *_OTHERS]
+
+
 def _curves(runs: Sequence[History]) -> list[Section]:
     """Returns a section for each picture for which a run has values."""
     from vit_jax.figures import curves, style  # matplotlib is an extra
 
     sections = []
-    for title, pattern, scale, text in _CURVES:
+    for title, pattern, scale, text in _list_curves(runs):
         names = [name for name in _names(runs) if re.fullmatch(pattern, name)]
         names.sort(key=lambda name: name.startswith('train/'))  # train/ last
         drawn = []

@@ -182,9 +182,8 @@ def test_a_metric_is_the_same_number_everywhere(tmp_path, capsys):
     screen = capsys.readouterr().out
     measured = result.evals['test']
     assert {*SET_METRICS, 'worst_class', 'errors'} <= measured.keys()
-    for name in 'auroc', 'worst_class':
-        text = f'{name.replace("_", " ")} {measured[name]:.2%}'
-        assert text in screen
+    for name, label in {'auroc': 'AUROC', 'worst_class': 'worst class'}.items():
+        assert f'{label} {measured[name]:.2%}' in screen
     assert f'errors {measured["errors"]:.4g}' in screen
 
     lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
@@ -211,6 +210,7 @@ def test_a_metric_is_the_same_number_everywhere(tmp_path, capsys):
     assert report.main(report.make_parser().parse_args(arguments)) == 0
     page = (tmp_path / 'report.html').read_text()
     assert f'{measured["worst_class"]:.2%}' in page and f'test/errors {fewest:.4g}' in page
+    assert all(f'<h2>{title}</h2>' in page for title in ('AUROC', 'Worst class', 'Errors'))
     arguments = [str(workdir), '--metrics=auroc,mean_average_precision']
     assert evaluate.main(evaluate.make_parser().parse_args(arguments)) == 0
     screen = capsys.readouterr().out

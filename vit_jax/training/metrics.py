@@ -23,6 +23,7 @@ from vit_jax.base import Array, Bool, Float, Int, Num, UserError, records, requi
 # of the same shape as the labels.
 OutputName = Literal['logits', 'labels', 'predicted']
 MetricFunction = Callable[..., Any]  # maps (logits, labels) of all images to a number
+_SPELLINGS = {'top5': 'top-5', 'f1': 'F1', 'auroc': 'AUROC'}  # of words in names
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -44,7 +45,7 @@ class Metric(records.Record):
     @property
     def label(self) -> str:
         """The name for tables and messages."""
-        return self.name.replace('top5', 'top-5').replace('_', ' ')
+        return ' '.join(_SPELLINGS.get(word, word) for word in self.name.split('_'))
 
     def format(self, value: float) -> str:
         """Formats a value with its unit."""

@@ -216,7 +216,7 @@ def test_a_folder_of_images_without_classes_is_enough(tmp_path, capsys):
         model=tiny.model(num_classes=None),
         objective=SMALL,
         total=Duration(steps=2),
-        batch_size=4,
+        batch_size=8,
         eval_split='test',
     )
     run = training_run.train(config, str(tmp_path / 'run'))

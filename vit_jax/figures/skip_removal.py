@@ -24,14 +24,20 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
     """
     complete = [model for model in models if not _removed(model)]
     cut = [model for model in models if _removed(model)]
-    pairs = [(one, other) for other in complete for one in cut if _body(one) == _body(other)]
+    pairs = [
+        (model, reference)
+        for reference in complete
+        for model in cut
+        if _body(model) == _body(reference)
+    ]
     if not pairs:
         raise UserError(
             'needs a model that was trained with config.model.blocks_without_skips, and a model of '
             'the same architecture that has all skip connections'
         )
-    reference = pairs[0][1]
-    compared = [one for one, other in pairs if other is reference] + [reference]
+    _, reference = pairs[0]
+    compared = [model for model, other in pairs if other is reference]
+    compared.append(reference)
     chosen = layers.all_layers(reference.loaded.config)
     # The first norm of a block is before its skip connections.
     blocks = [None if layer.tap == 'norm1' else layer.block for layer in chosen]
@@ -39,7 +45,7 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
         'cka': np.stack([cka.compute(images, model)['cka'] for model in compared]),
         'names': np.array([model.name for model in compared]),
         'layers': np.array([str(layer) for layer in chosen]),
-        'removed': np.array([[block in _removed(one) for block in blocks] for one in compared]),
+        'removed': np.array([[block in _removed(model) for block in blocks] for model in compared]),
     }
 
 
@@ -50,9 +56,9 @@ def _removed(model: PlacedModel) -> tuple[int, ...]:
 def _body(model: PlacedModel) -> ModelConfig:
     """Returns the architecture without head, with skip connections in all blocks."""
     body = remove_head(model.loaded.config)
-    return (
-        dataclasses.replace(body, blocks_without_skips=()) if isinstance(body, ViTConfig) else body
-    )
+    if isinstance(body, ViTConfig):
+        return dataclasses.replace(body, blocks_without_skips=())
+    return body
 
 
 def draw(numbers: Numbers) -> style.Drawing:

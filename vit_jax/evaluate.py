@@ -156,8 +156,9 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             f'warning: {trained:,} of these {plural(len(source), "image")} are training images; '
             'their accuracy says nothing about new images'
         )
-    for gap in origin.gaps if origin else []:
-        print(f'warning: {gap}; some images may be undetected training images')
+    if origin:
+        for gap in origin.gaps:
+            print(f'warning: {gap}; some images may be undetected training images')
     print('\n' + '\n'.join(_describe_report(report)))
     written = list[pathlib.Path]()
     if arguments.out:

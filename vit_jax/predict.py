@@ -115,8 +115,8 @@ def require_new(paths: Iterable[str | None], *, overwrite: bool) -> None:
         require(not os.path.isdir(path), f'{path}: a folder; expected a file')
         exists = would_replace(path) and not overwrite
         require(not exists, f'{path}: exists already; pass --overwrite to replace it')
-        place = path if is_special(path) else os.path.dirname(os.path.realpath(path))
-        require(os.access(place, os.W_OK), f'{path}: its folder is missing or not writable')
+        written = path if is_special(path) else os.path.dirname(os.path.realpath(path))
+        require(os.access(written, os.W_OK), f'{path}: its folder is missing or not writable')
 
 
 def _compute_outputs(
@@ -130,7 +130,7 @@ def _compute_outputs(
         outputs = dict(zip(wanted, on_devices.outputs(images, *wanted), strict=True))
         indices = np.asarray(batch['example'])
         for row in np.flatnonzero(batch['mask']).tolist():
-            yield int(indices[row]), {name: values[row] for name, values in outputs.items()}
+            yield int(indices[row]), {name: batched[row] for name, batched in outputs.items()}
 
 
 @contextlib.contextmanager

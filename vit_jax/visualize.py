@@ -114,10 +114,10 @@ def _open_inputs(arguments: argparse.Namespace, bar: Progress) -> _Inputs:
     ]
     images = Images(indices, batch_size, progress, arguments.patch)
     used = plural(len(images.used_indices()), 'image')
-    left_out = f'; {len(unreadable):,} unreadable' if unreadable else ''
+    skipped = f'; {len(unreadable):,} unreadable' if unreadable else ''
     description = [
         f'Command: vit_jax visualize {shlex.join(map(redact, sys.argv[1:]))}',
-        f'Images: {used} of {arguments.images} in batches of {batch_size}{left_out}.',
+        f'Images: {used} of {arguments.images} in batches of {batch_size}{skipped}.',
         *reports,
     ]
     return _Inputs(models, images, description, unreadable)

@@ -90,8 +90,10 @@ def draw(numbers: Numbers) -> style.Drawing:
     for start in starts[1:]:
         axes.axvline(start - 0.5, color='white', linewidth=3)
         axes.axhline(start - 0.5, color='white', linewidth=3)
-    room = (style.count_letters(5.2 * count / len(models)) for count in ends - starts)
-    names = [style.shorten(str(models[i]), most) for i, most in zip(starts, room, strict=True)]
+    names = []
+    for start, end in zip(starts, ends, strict=True):
+        letters = style.count_letters(5.2 * (end - start) / len(models))
+        names.append(style.shorten(str(models[start]), letters))
     middles = (starts + ends - 1) / 2
     above = axes.secondary_xaxis('top')
     right = axes.secondary_yaxis('right')

@@ -31,7 +31,7 @@ def all_layers(config: ModelConfig) -> list[Layer]:
     layers = []
     if config.backbone is not None:
         layers = [Layer(tap) for tap in ('conv_root', 'norm_root', 'root')]
-        layers += [Layer(f'{unit}/{part}') for unit in units(config.backbone) for part in _UNIT]
+        layers += [Layer(f'{unit}/{tap}') for unit in units(config.backbone) for tap in _UNIT]
     if isinstance(config, ResNetConfig):
         return layers
     layers.append(Layer('embedding'))

@@ -67,10 +67,10 @@ def draw(numbers: Numbers) -> style.Drawing:
     title = 'CKA of all layers; the dashed lines enclose a block without skip connections'
     drawing = style.canvas(6.0 * count, 6.5, title)
     panels = drawing.subplots(1, count)
-    for axes, values, name, removed in zip(
+    for axes, similarity, name, removed in zip(
         panels, numbers['cka'], numbers['names'].tolist(), numbers['removed'], strict=True
     ):
-        cka.draw_matrix(axes, values, numbers['layers'])
+        cka.draw_matrix(axes, similarity, numbers['layers'])
         axes.set_title(style.shorten(name, 48))
         for edge in np.flatnonzero(np.diff(removed, prepend=False)):
             axes.axvline(edge - 0.5, color=style.COLORS[1], linestyle='--')
@@ -82,15 +82,16 @@ def draw(numbers: Numbers) -> style.Drawing:
 def finding(numbers: Numbers) -> str:
     """Returns the mean CKA of layers on different sides of the first cut block, and on one side."""
     cut = int(numbers['removed'].any(axis=0).argmax())
-    before = np.arange(len(numbers['layers'])) < cut
-    same = np.equal.outer(before, before)
-    others = ~np.eye(len(before), dtype=bool)
-    means = [
-        f'{name} {np.nanmean(values[~same]):.2f} ({np.nanmean(values[same & others]):.2f})'
-        for name, values in zip(numbers['names'].tolist(), numbers['cka'], strict=True)
-    ]
-    where = numbers['layers'][cut]
-    return f'Mean CKA of layers before {where} with the rest (within a part): {", ".join(means)}.'
+    is_before = np.arange(len(numbers['layers'])) < cut
+    same_side = np.equal.outer(is_before, is_before)
+    same_layer = np.eye(len(is_before), dtype=bool)
+    means = []
+    for name, similarity in zip(numbers['names'].tolist(), numbers['cka'], strict=True):
+        across = np.nanmean(similarity[~same_side])
+        within = np.nanmean(similarity[same_side & ~same_layer])
+        means.append(f'{name} {across:.2f} ({within:.2f})')
+    layer = numbers['layers'][cut]
+    return f'Mean CKA of layers before {layer} with the rest (within a part): {", ".join(means)}.'
 
 
 FIGURE = Figure(__doc__, compute, draw, finding, compares_models=True)

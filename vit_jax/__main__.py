@@ -10,27 +10,33 @@ import sys
 
 def find_programs() -> dict[str, str]:
     """Returns the summary of each program by name, from its docstring. Imports nothing."""
-    files = sorted(pathlib.Path(__file__).parent.glob('*.py'))
-    texts = {f.stem: f.read_text(encoding='utf-8') for f in files if f.stem != '__main__'}
-    return {
-        name: re.split(r'[.]?\n|: python', text.removeprefix('"""'), maxsplit=1)[0]
-        for name, text in texts.items()
-        if "if __name__ == '__main__':" in text
-    }
+    summaries = {}
+    for file in sorted(pathlib.Path(__file__).parent.glob('*.py')):
+        source = file.read_text(encoding='utf-8')
+        if file.stem != '__main__' and "if __name__ == '__main__':" in source:
+            docstring = source.removeprefix('"""')
+            summaries[file.stem] = re.split(r'[.]?\n|: python', docstring, maxsplit=1)[0]
+    return summaries
 
 
 def find_documentation() -> pathlib.Path | None:
     """Finds the first page of the documentation, in a checkout or as installed."""
-    parent, page = pathlib.Path(__file__).parent.parent, 'share/doc/vit_jax/index.md'
-    pages = parent / 'docs' / 'index.md', pathlib.Path(sys.prefix, page), parent / page
-    return next((page for page in pages if page.is_file()), None)
+    root = pathlib.Path(__file__).parent.parent
+    installed_page = 'share/doc/vit_jax/index.md'
+    candidates = [
+        root / 'docs' / 'index.md',
+        pathlib.Path(sys.prefix, installed_page),
+        root / installed_page,
+    ]
+    return next((page for page in candidates if page.is_file()), None)
 
 
 def main() -> None:
     """Runs the program named by the first argument with the remaining arguments."""
     name, *arguments = sys.argv[1:] or ['--help']
     if name == 'help' and arguments:
-        name, arguments = arguments[0], ['--help']
+        name = arguments[0]
+        arguments = ['--help']
     if name in ('-h', '--help', 'help'):
         _list_programs()
     elif name in ('-V', '--version', 'version'):
@@ -51,8 +57,10 @@ def _list_programs() -> None:
     if hasattr(signal, 'SIGPIPE'):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes stdout early
     usage = 'usage: vit_jax PROGRAM ..., or python -m vit_jax.PROGRAM ... (--help for its flags)\n'
-    lines = [usage, *(f'  {name:<14}{text}' for name, text in find_programs().items())]
-    if (page := find_documentation()) is not None:
+    lines = [usage]
+    lines += [f'  {name:<14}{summary}' for name, summary in find_programs().items()]
+    page = find_documentation()
+    if page is not None:
         lines.append(f'\nDocumentation: {page}')
     try:
         print('\n'.join(lines), flush=True)

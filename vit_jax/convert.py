@@ -35,14 +35,21 @@ def main(arguments: argparse.Namespace) -> int:
     changes = app.checkpoint_options(arguments)
     if arguments.drop_head:
         changes['num_classes'] = None
-    paths, averages = arguments.inputs, arguments.average or arguments.weights is not None
-    given, expected = plural(len(paths), 'checkpoint'), 'several with --average, otherwise one'
-    require((len(paths) > 1) == averages, f'IN: got {given}; expected {expected}')
+    paths = arguments.inputs
+    averages = arguments.average or arguments.weights is not None
+    given = plural(len(paths), 'checkpoint')
+    require(
+        (len(paths) > 1) == averages,
+        f'IN: got {given}; expected several with --average, otherwise one',
+    )
     models = [load(path, **{'image_size': 'stored'} | changes) for path in paths]
     loaded = models[0]
     if averages:
-        named = [(path, m.card, m.params) for path, m in zip(paths, models, strict=True)]
-        params = average_params(named, arguments.weights or [1 / len(paths)] * len(paths))
+        named = [
+            (path, model.card, model.params) for path, model in zip(paths, models, strict=True)
+        ]
+        weights = arguments.weights or [1 / len(paths)] * len(paths)
+        params = average_params(named, weights)
         loaded = dataclasses.replace(loaded, params=params, origin=())
         print(f'average of {given}; OUT gets the description of {paths[0]}')
     format = format_for(output, arguments.format, loaded.format)
@@ -58,12 +65,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('inputs', nargs='+', metavar='IN', help='checkpoint to convert')
     parser.add_argument('output', metavar='OUT', help='file or directory to write (see above)')
     parser.add_argument('--format', choices=NAMES, help='default: as IN, or by the ending of OUT')
-    text = 'type of the parameters in OUT (bfloat16: rounded, not in npz files); default: as in IN'
-    parser.add_argument('--dtype', choices=['float32', 'bfloat16'], help=text)
-    text = 'average the parameters of several IN with the same architecture'
-    parser.add_argument('--average', action='store_true', help=text)
-    text = 'weight of each IN in the average, with a sum of 1; default: equal weights'
-    parser.add_argument('--weights', type=app.numbers, metavar='W,W', help=text)
+    parser.add_argument(
+        '--dtype',
+        choices=['float32', 'bfloat16'],
+        help='type of the parameters in OUT (bfloat16: rounded, not in npz files); '
+        'default: as in IN',
+    )
+    parser.add_argument(
+        '--average',
+        action='store_true',
+        help='average the parameters of several IN with the same architecture',
+    )
+    parser.add_argument(
+        '--weights',
+        type=app.numbers,
+        metavar='W,W',
+        help='weight of each IN in the average, with a sum of 1; default: equal weights',
+    )
     parser.add_argument('--overwrite', action='store_true', help='replace OUT if it exists')
     app.add_checkpoint_flags(parser)
     parser.add_argument('--drop_head', action='store_true', help='leave out the head')

@@ -39,10 +39,13 @@ _ON_CPU = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints a row per check. Raises UserError at the first failed check."""
-    launch, workdir = app.parse_launch(arguments), arguments.workdir
+    launch = app.parse_launch(arguments)
+    workdir = arguments.workdir
     only_workdir = workdir is not None and arguments.config is None
-    wrong = f'--workdir={workdir}: --config is missing; pass the --config of the experiment'
-    require(not only_workdir or storage.is_remote(workdir), wrong)
+    require(
+        not only_workdir or storage.is_remote(workdir),
+        f'--workdir={workdir}: --config is missing; pass the --config of the experiment',
+    )
     _say('host', f'{socket.gethostname()}, {platform.system()}, {os.cpu_count()} cores')
     _say('versions', ', '.join(f'{name} {v}' for name, v in package_versions().items()))
     _say('decoding', image_decoding.describe_decoder())
@@ -66,23 +69,25 @@ def _say(name: str, text: str) -> None:
 def _check_devices(job: Job) -> None:
     """Compares software and devices between hosts, then sums one number per device."""
     job.require_equal('packages and code', workdirs.describe_software())
-    local, everyone = jax.local_devices(), jax.devices()
-    kind = local[0].device_kind
-    _say('devices', f'{len(local)} x {kind} in this process, {len(everyone)} in total')
+    local_devices = jax.local_devices()
+    count = jax.device_count()
+    kind = local_devices[0].device_kind
+    _say('devices', f'{len(local_devices)} x {kind} in this process, {count} in total')
     # A host with an NVIDIA driver has this command.
-    require(local[0].platform != 'cpu' or shutil.which('nvidia-smi') is None, _ON_CPU)
-    job.require_equal('devices', {'per process': len(local), 'kind': kind})
+    require(local_devices[0].platform != 'cpu' or shutil.which('nvidia-smi') is None, _ON_CPU)
+    job.require_equal('devices', {'per process': len(local_devices), 'kind': kind})
     start = time.monotonic()
     mesh = meshes.make_mesh(meshes.MeshConfig())
-    ones = meshes.put(np.ones(len(everyone), np.float32), meshes.batch_sharding(mesh))
+    ones = meshes.put(np.ones(count, np.float32), meshes.batch_sharding(mesh))
     total = float(jax.jit(jnp.sum, out_shardings=meshes.replicated(mesh))(ones))
-    require(total == len(everyone), f'sum over devices: got {total}; expected {len(everyone)}')
-    _say('collective', f'sum over {len(everyone)} devices in {time.monotonic() - start:.1f} s')
+    require(total == count, f'sum over devices: got {total}; expected {count}')
+    _say('collective', f'sum over {count} devices in {time.monotonic() - start:.1f} s')
 
 
 def _check_training(job: Job, arguments: argparse.Namespace) -> None:
     """Runs the checks that a training runs before it compiles."""
-    config, has_begun = arguments.config, False
+    config = arguments.config
+    has_begun = False
     with contextlib.ExitStack() as stack:
         if arguments.workdir is None:
             job.require_equal('configuration', records.to_dict(config))
@@ -95,20 +100,24 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
                 accept_changes=arguments.accept_config_changes,
                 accept_data=arguments.accept_data_changes,
             )
-            experiment, workdir, *_ = stack.enter_context(run)
-            folder = workdir.folder
+            opened_run = stack.enter_context(run)
+            experiment = opened_run.experiment
+            folder = opened_run.workdir.folder
             _say('workdir', f'{folder}: writable')
             has_begun = bool(digests.list_steps(folder / FOLDER))
-        model, count = experiment.model.config, len(experiment.train_reader.source)
-        classes = plural(len(experiment.train_reader.source.class_names), 'class')
-        _say('data', f'{plural(count, "training image")}, {classes}')
-        _say('model', f'{count_params(model):,} parameters, {meshes.format_mesh(experiment.mesh)}')
+        source = experiment.train_reader.source
+        images = plural(len(source), 'training image')
+        classes = plural(len(source.class_names), 'class')
+        _say('data', f'{images}, {classes}')
+        num_params = count_params(experiment.model.config)
+        _say('model', f'{num_params:,} parameters, {meshes.format_mesh(experiment.mesh)}')
         _say('length', plural(experiment.length.total_steps, 'step'))
         job.reset_watchdog()
         state = training_run.abstract_state(experiment)
         training_run.lower_update(experiment, state)
         _say('step', 'traced (model, loss and optimizer update)')
-        if (start := experiment.start_from) is not None and not has_begun:
+        start = experiment.start_from
+        if start is not None and not has_begun:
             job.reset_watchdog()
             experiment.transfer_params(start, state.params)
             _say('start_from', f'{start.path} fits the model')

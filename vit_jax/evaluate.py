@@ -19,6 +19,7 @@ import functools
 import importlib.util
 import json
 import math
+import operator
 import os
 import pathlib
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ from vit_jax.data.image_decoding import decode
 from vit_jax.data.sources.base import Source, renumber_classes
 from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener, require_outside
 from vit_jax.evaluation import head, imagenet_suite
+from vit_jax.evaluation.calibration import Calibration
 from vit_jax.evaluation.head import HeadReport, Prediction
 from vit_jax.figures import bitmaps
 from vit_jax.predict import open_output, require_new
@@ -51,9 +53,13 @@ from vit_jax.pretrained import LoadedModel, load
 from vit_jax.studies import lineage
 from vit_jax.training.metrics import SET_METRICS, find_metric, resolve_metrics
 
-NUMBERS, MATRIX, PICTURE = 'evaluation.json', 'confusion.npz', 'confusion.png'
-RELIABILITY, SUITE = 'reliability.png', 'suite.json'
-MISTAKES, SHEET = 'mistakes.csv', 'mistakes.png'
+NUMBERS = 'evaluation.json'
+MATRIX = 'confusion.npz'
+PICTURE = 'confusion.png'
+RELIABILITY = 'reliability.png'
+SUITE = 'suite.json'
+MISTAKES = 'mistakes.csv'
+SHEET = 'mistakes.png'
 _NOT_IN_SUITES = (
     'split',
     'labels',
@@ -82,25 +88,31 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _check_flags(arguments: argparse.Namespace) -> None:
     """Raises UserError if flags do not fit together, or if outputs cannot be written there."""
-    out, mistakes, predictions = arguments.out, arguments.mistakes, arguments.predictions
     if arguments.suite:
-        unused = [n for n in _NOT_IN_SUITES if vars(arguments)[n]]
-        wrong = f'--{"".join(unused[:1])}: not used with --suite; leave it out'
-        require(not unused, wrong)
-    for folder in filter(None, (out, mistakes)):
+        for name in _NOT_IN_SUITES:
+            require(not vars(arguments)[name], f'--{name}: not used with --suite; leave it out')
+    for folder in filter(None, (arguments.out, arguments.mistakes)):
         if not arguments.suite:
             origin = lineage.find_source_run(arguments.checkpoint)
             require_outside(folder, arguments.data or (origin.data if origin else None))
         make_folder(folder)
-    written = [SUITE] if arguments.suite else [NUMBERS, MATRIX, PICTURE, RELIABILITY]
-    folders = (out, written), (mistakes, [MISTAKES, SHEET])
-    files = [os.path.join(folder, name) for folder, names in folders if folder for name in names]
+    files = []
+    if arguments.out:
+        names = [SUITE] if arguments.suite else [NUMBERS, MATRIX, PICTURE, RELIABILITY]
+        files += [os.path.join(arguments.out, name) for name in names]
+    if arguments.mistakes:
+        files += [os.path.join(arguments.mistakes, name) for name in (MISTAKES, SHEET)]
+    predictions = arguments.predictions
     if predictions:
-        wrong = f'--predictions={predictions}: expected FILE.csv or FILE.jsonl'
-        require(predictions.lower().endswith(('.csv', '.jsonl')), wrong)
+        require(
+            predictions.lower().endswith(('.csv', '.jsonl')),
+            f'--predictions={predictions}: expected FILE.csv or FILE.jsonl',
+        )
         files.append(predictions)
-    wrong = f'{predictions}: --predictions and --mistakes cannot share a file'
-    require(len({*map(os.path.realpath, files)}) == len(files), wrong)
+    require(
+        len({*map(os.path.realpath, files)}) == len(files),
+        f'{predictions}: --predictions and --mistakes cannot share a file',
+    )
     require_new(files, overwrite=arguments.overwrite)
 
 
@@ -115,7 +127,8 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     source = open_split(data, split, arguments.labels)
     source = head.match_classes(source, loaded, by_order=arguments.by_order)
     trained = len(origin.find_training_images(source)) if origin else 0
-    unreadable, total = list[str](), -(-len(source) // arguments.batch_size)
+    unreadable = list[str]()
+    num_batches = -(-len(source) // arguments.batch_size)
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     with output.progress_bar() as bar:
         report = head.evaluate_head(
@@ -126,21 +139,26 @@ def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             only_data_classes=arguments.only_data_classes,
             calibrate=len(source) * len(source.class_names) <= _MAX_LOGITS,
             further_metrics=arguments.metrics,
-            watch=functools.partial(bar.track, total=total, description='batches'),
+            watch=functools.partial(bar.track, total=num_batches, description='batches'),
         )
-    images, classes = plural(report.num_images, 'image'), plural(len(report.classes), 'class')
+    images = plural(report.num_images, 'image')
+    classes = plural(len(report.classes), 'class')
     print(f'{data}, {split}: {images} of {classes}')
     if origin and own_split and not arguments.split:
         print(f'{split}: the evaluated split of {origin.workdir}; --split=NAME selects another')
     if arguments.by_order or not loaded.class_names:
         pairs = [f'{number} = {name}' for number, name in enumerate(source.class_names)]
-        pairs = pairs if len(pairs) < 5 else [*pairs[:3], '...', pairs[-1]]
+        if len(pairs) >= 5:
+            pairs = [*pairs[:3], '...', pairs[-1]]
         print(output.escape_controls(f'classes matched by order: {", ".join(pairs)}'))
     if trained:
-        text = f'{trained:,} of these {plural(len(source), "image")} are training images'
-        print(f'warning: {text}; their accuracy says nothing about new images')
-    for gap in origin.gaps if origin else []:
-        print(f'warning: {gap}; some images may be undetected training images')
+        print(
+            f'warning: {trained:,} of these {plural(len(source), "image")} are training images; '
+            'their accuracy says nothing about new images'
+        )
+    if origin:
+        for gap in origin.gaps:
+            print(f'warning: {gap}; some images may be undetected training images')
     print('\n' + '\n'.join(_describe_report(report)))
     written = list[pathlib.Path]()
     if arguments.out:
@@ -176,32 +194,51 @@ def _describe_report(report: HeadReport) -> list[str]:
     for name, value in report.metrics.items():
         metric = find_metric(name)
         lines.append(f'{metric.label:<24}{metric.format(value):>8}')
-    if (found := report.calibration) is not None:
-        lines.append(f'{"negative log-likelihood":<24}{found.scores.nll:>8.4g}')
-        lines.append(f'{"Brier score":<24}{found.scores.brier:>8.4g}')
-        lines.append(f'{"calibration error (ECE)":<24}{found.scores.calibration_error:>8.2%}')
-        lines.append(f'{"temperature":<24}{found.temperature:>8.3g}  fitted to a random half')
-        before, after = found.before, found.after
-        text = f'ECE {before.calibration_error:.2%} -> {after.calibration_error:.2%}'
-        text += f', negative log-likelihood {before.nll:.4g} -> {after.nll:.4g}'
-        lines.append(f'  on the other half: {text}')
-    known = 'average_precision', 'recall', 'accuracy', 'precision'
-    names = [name for name in known if name in report.classes[0]]
-    worst = sorted(report.classes, key=lambda one: one[names[0]])[:_SHOWN]
-    heads = [*(name.replace('_', ' ') for name in names), 'images']
-    fewer = f' ({_SHOWN} with the lowest {heads[0]})' if _SHOWN < len(report.classes) else ''
-    lines.append(f'\n  {"  ".join(f"{head:>7}" for head in heads)}  class{fewer}')
-    for one in worst:
-        values = ['-' if one[name] is None else f'{one[name]:.2%}' for name in names]
-        cells = zip(heads, [*values, f'{one["images"]:,}'], strict=True)
-        row = '  '.join(f'{text:>{max(7, len(head))}}' for head, text in cells)
-        lines.append(f'  {row}  {output.escape_controls(one["class"])}')
+    if report.calibration is not None:
+        lines += _describe_calibration(report.calibration)
+    lines += ['', *_describe_worst_classes(report.classes)]
     confusions = report.confusions()[:_SHOWN]
-    lines += ['', 'most frequent confusions:'] if confusions else []
-    for one in confusions:
-        pair = output.escape_controls(f'{one["class"]}, predicted as {one["predicted"]}')
-        lines.append(f'  {one["images"]:>6,}  {pair}')
+    if confusions:
+        lines += ['', 'most frequent confusions:']
+    for confusion in confusions:
+        pair = f'{confusion["class"]}, predicted as {confusion["predicted"]}'
+        lines.append(f'  {confusion["images"]:>6,}  {output.escape_controls(pair)}')
     return lines
+
+
+def _describe_calibration(calibration: Calibration) -> list[str]:
+    scores = calibration.scores
+    before = calibration.before
+    after = calibration.after
+    calibration_errors = f'{before.calibration_error:.2%} -> {after.calibration_error:.2%}'
+    likelihoods = f'{before.nll:.4g} -> {after.nll:.4g}'
+    return [
+        f'{"negative log-likelihood":<24}{scores.nll:>8.4g}',
+        f'{"Brier score":<24}{scores.brier:>8.4g}',
+        f'{"calibration error (ECE)":<24}{scores.calibration_error:>8.2%}',
+        f'{"temperature":<24}{calibration.temperature:>8.3g}  fitted to a random half',
+        f'  on the other half: ECE {calibration_errors}, negative log-likelihood {likelihoods}',
+    ]
+
+
+def _describe_worst_classes(classes: list[dict[str, Any]]) -> list[str]:
+    """Formats a table of the classes with the lowest values of the first per-class metric."""
+    per_class_metrics = 'average_precision', 'recall', 'accuracy', 'precision'
+    names = [name for name in per_class_metrics if name in classes[0]]
+    headings = [*(name.replace('_', ' ') for name in names), 'images']
+    widths = [max(7, len(heading)) for heading in headings]
+    fewer = f' ({_SHOWN} with the lowest {headings[0]})' if _SHOWN < len(classes) else ''
+    lines = [f'  {_align_right(headings, widths)}  class{fewer}']
+    for scores in sorted(classes, key=operator.itemgetter(names[0]))[:_SHOWN]:
+        cells = ['-' if scores[name] is None else f'{scores[name]:.2%}' for name in names]
+        cells.append(f'{scores["images"]:,}')
+        class_name = output.escape_controls(scores['class'])
+        lines.append(f'  {_align_right(cells, widths)}  {class_name}')
+    return lines
+
+
+def _align_right(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return '  '.join(f'{cell:>{width}}' for cell, width in zip(cells, widths, strict=True))
 
 
 def _describe_settings(loaded: LoadedModel, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -219,35 +256,40 @@ def _write_report(
     folder: pathlib.Path, report: HeadReport, settings: dict[str, Any]
 ) -> list[pathlib.Path]:
     """Writes the metrics with the settings, the confusion matrix and the reliability diagram."""
-    values = settings | {
+    metrics = {
+        name: value if math.isfinite(value) else None for name, value in report.metrics.items()
+    }
+    contents = settings | {
         'images': report.num_images,
-        'metrics': {n: x if math.isfinite(x) else None for n, x in report.metrics.items()},
+        'metrics': metrics,
         'classes': report.classes,
     }
     names = [NUMBERS]
     if report.confusion is not None:
-        values['confusions'] = report.confusions()
+        contents['confusions'] = report.confusions()
         matrix = {'confusion': report.confusion, 'class_names': np.array(report.names)}
         array_files.write_npz(folder / MATRIX, matrix)
         with atomic_write(folder / PICTURE) as file:
             bitmaps.draw_confusion_matrix(report.confusion, report.names).save(file, 'PNG')
         names += [MATRIX, PICTURE]
-    if (found := report.calibration) is not None:
-        values['calibration'] = dataclasses.asdict(found)
+    calibration = report.calibration
+    if calibration is not None:
+        contents['calibration'] = dataclasses.asdict(calibration)
         if importlib.util.find_spec('matplotlib'):
             from vit_jax.figures import curves, style
 
-            write_bytes(folder / RELIABILITY, style.png(curves.draw_reliability, found))
+            write_bytes(folder / RELIABILITY, style.png(curves.draw_reliability, calibration))
             names.append(RELIABILITY)
         else:
             print(f"{RELIABILITY} needs matplotlib: pip install 'vit_jax[plots]'")
-    write_json(folder / NUMBERS, values)
+    write_json(folder / NUMBERS, contents)
     return [folder / name for name in names]
 
 
 def _write_predictions(path: pathlib.Path, rows: Sequence[Prediction]) -> pathlib.Path:
     """Writes predictions as JSON lines if the path ends with .jsonl, else as CSV."""
-    form, names = 'jsonl' if path.suffix.lower() == '.jsonl' else 'csv', Prediction._fields[1:]
+    form = 'jsonl' if path.suffix.lower() == '.jsonl' else 'csv'
+    names = Prediction._fields[1:]
     with open_output(str(path), form) as file:
         if form == 'jsonl':
             lines = (dict(zip(names, row[1:], strict=True)) for row in rows)
@@ -261,15 +303,24 @@ def _write_mistakes(
     arguments: argparse.Namespace, report: HeadReport, source: Source
 ) -> list[pathlib.Path]:
     """Writes the wrong predictions, most confident first, and a contact sheet of the first ones."""
-    folder, max_pixels = pathlib.Path(arguments.mistakes), arguments.max_pixels
-    wrong = [one for one in report.predictions if one.label and not one.correct]
-    wrong.sort(key=lambda one: -one.probability)
-    written, tiles = [_write_predictions(folder / MISTAKES, wrong)], []
-    for one in wrong[:_TILES]:
-        name = os.path.basename(one.path)
-        lines = f'true: {one.label}', f'{one.probability:.0%}: {one.predicted}', name
-        image = source.read(one.number)[0]
-        tiles.append((decode(image, exif_rotation=True, max_pixels=max_pixels), lines))
+    folder = pathlib.Path(arguments.mistakes)
+    mistakes = [
+        prediction
+        for prediction in report.predictions
+        if prediction.label and not prediction.correct
+    ]
+    mistakes.sort(key=lambda mistake: -mistake.probability)
+    written = [_write_predictions(folder / MISTAKES, mistakes)]
+    tiles = []
+    for mistake in mistakes[:_TILES]:
+        lines = (
+            f'true: {mistake.label}',
+            f'{mistake.probability:.0%}: {mistake.predicted}',
+            os.path.basename(mistake.path),
+        )
+        stored, _ = source.read(mistake.number)
+        image = decode(stored, exif_rotation=True, max_pixels=arguments.max_pixels)
+        tiles.append((image, lines))
     (folder / SHEET).unlink(missing_ok=True)
     if tiles:
         with atomic_write(folder / SHEET) as file:
@@ -281,7 +332,8 @@ def _write_mistakes(
 def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     """Prints a line per test set, and how to get the missing ones; writes suite.json."""
     class_names = imagenet_suite.get_class_names(loaded)
-    root, unreadable = pathlib.Path(arguments.data or '.'), list[str]()
+    root = pathlib.Path(arguments.data or '.')
+    unreadable = list[str]()
     measured = dict[str, dict[str, float]]()
     missing = dict[str, str]()
     mce = None
@@ -293,31 +345,33 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             with output.progress_bar() as bar:
                 total = -(-len(source) // arguments.batch_size)
                 watch = functools.partial(bar.track, total=total, description=test_set.name)
-                found = imagenet_suite.evaluate(test_set, loaded, source, watch=watch, **options)
+                report = imagenet_suite.evaluate(test_set, loaded, source, watch=watch, **options)
         except UserError as error:
             if not isinstance(error, MissingFile) or test_set.command not in missing.values():
                 print(f'{test_set.name}: skipped ({error}); in {root}, run: {test_set.command}')
             missing[test_set.name] = test_set.command
         else:
-            numbers = found.metrics
-            measured[test_set.name] = numbers | {'images': found.num_images}
-            metrics = [(find_metric(name), value) for name, value in numbers.items()]
-            texts = [f'{metric.label} {metric.format(value)}' for metric, value in metrics]
-            images = plural(found.num_images, 'image')
-            print(f'{test_set.name:<22}{", ".join([*texts, images])}', flush=True)
+            measured[test_set.name] = report.metrics | {'images': report.num_images}
+            results = []
+            for name, value in report.metrics.items():
+                metric = find_metric(name)
+                results.append(f'{metric.label} {metric.format(value)}')
+            results.append(plural(report.num_images, 'image'))
+            print(f'{test_set.name:<22}{", ".join(results)}', flush=True)
         mce = imagenet_suite.mean_corruption_error(measured)
         if arguments.out and measured:
-            values = {'data': str(root), 'sets': measured, 'mCE': mce, 'missing': missing}
-            values |= _describe_settings(loaded, arguments)
-            write_json(pathlib.Path(arguments.out, SUITE), values)
+            contents = {'data': str(root), 'sets': measured, 'mCE': mce, 'missing': missing}
+            contents |= _describe_settings(loaded, arguments)
+            write_json(pathlib.Path(arguments.out, SUITE), contents)
     require(bool(measured), f'{root}: none of the test sets was evaluated')
-    if missing_c := [name for name in missing if name.startswith('c/')]:
+    missing_c = [name for name in missing if name.startswith('c/')]
+    if missing_c:
         print(f'{"c":<22}no mCE: {plural(len(missing_c), "corruption")} missing')
     else:
         print(f'{"c":<22}mCE {mce:.2%}')
     if arguments.out:
         print(f'\nwritten: {os.path.join(arguments.out, SUITE)}')
-    readable = sum(int(each['images']) for each in measured.values())
+    readable = sum(int(metrics['images']) for metrics in measured.values())
     return output.report_unreadable(unreadable, readable + len(unreadable))
 
 
@@ -333,26 +387,63 @@ def make_parser() -> argparse.ArgumentParser:
     parser = app.new_parser('evaluate', __doc__)
     add = parser.add_argument
     add('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
-    text = f'labeled images: {EXPECTED}; default: the data of the run of CHECKPOINT'
-    add('--data', metavar='DATA', help=text)
-    text = 'split or slice, such as train[90%%:]; default: as in the run of CHECKPOINT, else test'
-    add('--split', metavar='NAME', help=text)
-    text = "file with labels that replace the data's labels, such as ReaL's real.json"
-    add('--labels', metavar='FILE.json', help=text)
-    text = "match classes by order instead of by name: the data's first class is output 0"
-    add('--by_order', action='store_true', help=text)
-    text = 'predict only classes that occur in the data, as usual for ImageNet-A and -R'
-    add('--only_data_classes', action='store_true', help=text)
-    text = f'further metrics of the whole data set: {", ".join(SET_METRICS)}'
-    add('--metrics', type=_split_names, default=(), metavar='NAME,...', help=text)
-    text = 'evaluate on a suite of test sets, in subfolders of --data'
-    add('--suite', choices=['imagenet'], help=text)
-    text = 'directory for metrics, confusion matrix and reliability diagram; default: not written'
-    add('--out', type=app.local_path, metavar='DIR', help=text)
-    text = 'file for the prediction for each image, .csv or .jsonl; default: not written'
-    add('--predictions', type=app.local_path, metavar='FILE.csv', help=text)
-    text = 'directory for the wrong predictions and a contact sheet; default: not written'
-    add('--mistakes', type=app.local_path, metavar='DIR', help=text)
+    add(
+        '--data',
+        metavar='DATA',
+        help=f'labeled images: {EXPECTED}; default: the data of the run of CHECKPOINT',
+    )
+    add(
+        '--split',
+        metavar='NAME',
+        help='split or slice, such as train[90%%:]; '
+        'default: as in the run of CHECKPOINT, else test',
+    )
+    add(
+        '--labels',
+        metavar='FILE.json',
+        help="file with labels that replace the data's labels, such as ReaL's real.json",
+    )
+    add(
+        '--by_order',
+        action='store_true',
+        help="match classes by order instead of by name: the data's first class is output 0",
+    )
+    add(
+        '--only_data_classes',
+        action='store_true',
+        help='predict only classes that occur in the data, as usual for ImageNet-A and -R',
+    )
+    add(
+        '--metrics',
+        type=_split_names,
+        default=(),
+        metavar='NAME,...',
+        help=f'further metrics of the whole data set: {", ".join(SET_METRICS)}',
+    )
+    add(
+        '--suite',
+        choices=['imagenet'],
+        help='evaluate on a suite of test sets, in subfolders of --data',
+    )
+    add(
+        '--out',
+        type=app.local_path,
+        metavar='DIR',
+        help='directory for metrics, confusion matrix and reliability diagram; '
+        'default: not written',
+    )
+    add(
+        '--predictions',
+        type=app.local_path,
+        metavar='FILE.csv',
+        help='file for the prediction for each image, .csv or .jsonl; default: not written',
+    )
+    add(
+        '--mistakes',
+        type=app.local_path,
+        metavar='DIR',
+        help='directory for the wrong predictions and a contact sheet; default: not written',
+    )
     add('--overwrite', action='store_true', help='replace existing files')
     app.add_image_flags(parser)
     return parser

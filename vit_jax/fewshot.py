@@ -23,11 +23,12 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     )
     if job.index != 0:
         return 0
-    for name, values in result['sets'].items():
-        print(f'{name}: {values["test_images"]:,} test images, {values["classes"]:,} classes')
-        for label, score in probing.list_scores(values).items():
+    for name, set_result in result['sets'].items():
+        images = set_result['test_images']
+        print(f'{name}: {images:,} test images, {set_result["classes"]:,} classes')
+        for label, score in probing.list_scores(set_result).items():
             print(f'{label:>14}  {score}')
-        for note in values['notes']:
+        for note in set_result['notes']:
             print(note)
     for name, reason in result['missing'].items():
         print(f'{name}: skipped: {reason}')

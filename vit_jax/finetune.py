@@ -14,8 +14,10 @@ from vit_jax.distributed.processes import Job
 
 def main(arguments: argparse.Namespace, job: Job) -> int:
     """Fine-tunes like `train.main`. Raises UserError if `config.start_from` is not set."""
-    is_set = arguments.config.start_from is not None
-    require(is_set, 'config.start_from is not set; pass --config.start_from=FILE or WORKDIR')
+    require(
+        arguments.config.start_from is not None,
+        'config.start_from is not set; pass --config.start_from=FILE or WORKDIR',
+    )
     return train.main(arguments, job)
 
 

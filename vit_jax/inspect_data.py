@@ -32,8 +32,11 @@ from vit_jax.training.duration import make_train_length
 from vit_jax.training.losses import make_targets
 from vit_jax.training.update import AUGMENT, make_purpose_key
 
-SHEET, SUMMARY = 'data.png', 'data.json'
-_ROWS, _EPOCHS, _DEFAULT_SIZE = 8, 7, (224, 224)
+SHEET = 'data.png'
+SUMMARY = 'data.json'
+_ROWS = 8  # images in the sheet
+_EPOCHS = 7  # columns of the sheet with augmented images
+_DEFAULT_SIZE = 224, 224
 _SHOWN = 5  # printed entries of a long list
 _LISTS = {  # lists of a Scan, and the text after their counts
     'duplicates': ' (equal files):',
@@ -55,7 +58,8 @@ class Problems(list[str]):
 
 def main(arguments: argparse.Namespace) -> int:
     """Scans every split, prints a summary and draws images. Returns 1 if there are problems."""
-    config, folder = arguments.config, storage.resolve_folder(arguments.workdir)
+    config = arguments.config
+    folder = storage.resolve_folder(arguments.workdir)
     require_outside(arguments.workdir, config.data)
     make_folder(folder)
     needs_classes = make_task(config, num_classes=0).uses_labels
@@ -76,17 +80,27 @@ def main(arguments: argparse.Namespace) -> int:
     shared = list[str]()
     if train is not None:
         crop = host_crop(config.augmentation, preprocessing)
-        readers = reader_of(train), reader_of(train, crop=crop)
-        problems.catch(_write_sheet, folder / SHEET, config, *readers, readable_images)
-        shared += _describe_shared(train, tests) if isinstance(config.data, str) else []
+        evaluated = reader_of(train)
+        trained = reader_of(train, crop=crop)
+        problems.catch(_write_sheet, folder / SHEET, config, evaluated, trained, readable_images)
+        if isinstance(config.data, str):
+            shared += _describe_shared(train, tests)
     for line in shared:
         print(f'shared         {line}; their accuracy says nothing about new images')
     splits = {split: dataclasses.asdict(scan) for split, scan in scans.items()}
-    values = {'data': text_of(config.data), 'problems': problems, 'splits': splits}
-    write_json(folder / SUMMARY, values | {'shared': shared})
+    contents = {
+        'data': text_of(config.data),
+        'problems': problems,
+        'splits': splits,
+        'shared': shared,
+    }
+    write_json(folder / SUMMARY, contents)
     print(f'details        {folder / SUMMARY}')
-    print('\n  '.join(['training would stop with:', *problems] if problems else ['no problems']))
-    return 1 if problems else 0
+    if not problems:
+        print('no problems')
+        return 0
+    print('\n  '.join(['training would stop with:', *problems]))
+    return 1
 
 
 def _open_parts(
@@ -94,9 +108,13 @@ def _open_parts(
 ) -> tuple[Source | None, dict[str, Source]]:
     """Opens the training images and the evaluated splits as a run does. Lists problems."""
     open_split = functools.partial(problems.catch, opener, config.data, classes=config.classes)
-    own = [one.split for one in config.evaluations.values() if one.data is None]
-    train, tests = open_split(config.train_split), {split: open_split(split) for split in own}
-    tests = {split: source for split, source in tests.items() if source is not None}
+    train = open_split(config.train_split)
+    tests = {}
+    for evaluation in config.evaluations.values():
+        if evaluation.data is None:
+            source = open_split(evaluation.split)
+            if source is not None:
+                tests[evaluation.split] = source
     if train is not None:
         task = make_task(config, num_classes=len(train.class_names), multi_label=train.multi_label)
         problems += task.check_data(config, train, tests)
@@ -111,10 +129,11 @@ def _open_splits(
     config: TrainConfig, used: Iterable[str], opener: Opener, problems: Problems
 ) -> dict[str, Source]:
     """Opens all splits, the training split first. Opens only `used` if data is a function."""
-    names, first = used, split_names(config.train_split)
+    names = used
     if isinstance(config.data, str):
         names = problems.catch(open_splits, config.data, config.held_out) or used
-    ordered = sorted({*names} - {'all'}, key=lambda name: (name not in first, name))
+    train_splits = split_names(config.train_split)
+    ordered = sorted({*names} - {'all'}, key=lambda name: (name not in train_splits, name))
     sources = {name: problems.catch(opener, config.data, name) for name in ordered}
     return {name: source for name, source in sources.items() if source is not None}
 
@@ -123,7 +142,8 @@ def _describe_shared(train: Source, tests: dict[str, Source]) -> Iterator[str]:
     """Yields a line for each split that shares image names with the training split."""
     trained = {*train.read_names(range(len(train)))}
     for split, source in tests.items():
-        if count := len(trained.intersection(source.read_names(range(len(source))))):
+        count = len(trained.intersection(source.read_names(range(len(source)))))
+        if count:
             yield f'{count:,} of {len(source):,} {split} images are also training images'
 
 
@@ -131,10 +151,12 @@ def _scan(
     sources: dict[str, Source], reader_of: Callable[..., loading.ImageReader]
 ) -> tuple[dict[str, SplitReport], dict[str, ImageInfo]]:
     """Scans and prints every split. Returns the scans and the readable images."""
-    scans, readable_images = dict[str, SplitReport](), dict[str, ImageInfo]()
+    scans = dict[str, SplitReport]()
+    readable_images = dict[str, ImageInfo]()
     with futures.ThreadPoolExecutor(loading.count_cores()) as pool, output.progress_bar() as bar:
         for split, source in sources.items():
-            done = functools.partial(bar.advance, bar.add_task(escape(split), total=len(source)))
+            task = bar.add_task(escape(split), total=len(source))
+            done = functools.partial(bar.advance, task)
             scans[split] = inspection.scan(reader_of(source), pool, done, known=readable_images)
             print(f'{split}: {plural(len(source), "image")}')
             print('\n'.join(_describe(scans[split])))
@@ -147,7 +169,8 @@ def _describe(scan: SplitReport) -> Iterator[str]:
         names = [*scan.classes]
         more = f', ... {names[-1]}' if len(names) > _SHOWN else ''
         yield f'  classes      {len(names)}: {", ".join(names[:_SHOWN])}{more}'
-        fewest, most = (choose(names, key=scan.classes.__getitem__) for choose in (min, max))
+        fewest = min(names, key=scan.classes.__getitem__)
+        most = max(names, key=scan.classes.__getitem__)
         images = plural(scan.classes[fewest], 'image')
         if scan.classes[fewest] < scan.classes[most]:
             images += f' ({fewest}) to {scan.classes[most]:,} ({most})'
@@ -157,11 +180,11 @@ def _describe(scan: SplitReport) -> Iterator[str]:
     if scan.height:
         height, width = ('/'.join(map(str, side)) for side in (scan.height, scan.width))
         yield f'  pixels       height {height}, width {width} (min/median/max)'
-    for name, text in _LISTS.items():
-        images = getattr(scan, name)
-        if images or name == 'unreadable':
-            yield f'  {name:<12} {len(images):,}{text}'
-            yield from (f'    {image}' for image in images[:_SHOWN])
+    for name, explanation in _LISTS.items():
+        entries = getattr(scan, name)
+        if entries or name == 'unreadable':
+            yield f'  {name:<12} {len(entries):,}{explanation}'
+            yield from (f'    {entry}' for entry in entries[:_SHOWN])
 
 
 def _write_sheet(
@@ -193,11 +216,9 @@ def _write_sheet(
     class_names = source.class_names or ('',)  # images without classes have the label 0
     classes = [', '.join(class_names[n] for n in of_image) for of_image in numbers]
     titles = ['evaluation', *(f'training {use}' for use in range(1, _EPOCHS + 1))]
-    tiles = [
-        (image, (name, title))
-        for name, images in zip(classes, zip(*columns, strict=True), strict=True)
-        for title, image in zip(titles, images, strict=True)
-    ]
+    tiles = []
+    for name, images in zip(classes, zip(*columns, strict=True), strict=True):
+        tiles += [(image, (name, title)) for title, image in zip(titles, images, strict=True)]
     with atomic_write(path) as file:
         bitmaps.draw_contact_sheet(tiles, len(titles)).save(file, 'PNG')
     print(f'pictures       {path}')

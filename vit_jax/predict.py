@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from vit_jax.base import Batch, Float, UserError, atomic_write, plural, require, usable
+from vit_jax.base import Batch, Float, atomic_write, plural, require, usable
 from vit_jax.base.files import ESCAPE, is_special, read_text, would_replace
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
@@ -38,15 +38,19 @@ from vit_jax.evaluation.evaluator import batches_on_all_devices
 from vit_jax.pretrained import LoadedModel, OutputName, load
 
 FORMATS = {'': 'text', '.txt': 'text', '.csv': 'csv', '.jsonl': 'jsonl'}  # by suffix of --out
-_TOP_K, _THRESHOLD = 5, 0.5  # number of classes for softmax; minimal probability for sigmoid
+_TOP_K = 5  # number of classes for softmax
+_THRESHOLD = 0.5  # minimal probability for sigmoid
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints or writes the classes of each image. Returns 1 if some images are unreadable."""
     suffix = pathlib.Path(arguments.out or '').suffix.lower()
     form: str = arguments.format or FORMATS.get(suffix, '')
-    expected = 'expected FILE.csv, FILE.jsonl or FILE.txt, or --format'
-    require(bool(form), f'--out={arguments.out}: unknown ending; {expected}')
+    require(
+        bool(form),
+        f'--out={arguments.out}: unknown ending; '
+        'expected FILE.csv, FILE.jsonl or FILE.txt, or --format',
+    )
     require_new((arguments.out, arguments.features), overwrite=arguments.overwrite)
     if arguments.out or arguments.features:
         output.ignore_closed_pipes()
@@ -57,29 +61,37 @@ def main(arguments: argparse.Namespace) -> int:
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader = head.make_model_reader(loaded, source, **options)
     names = _read_class_names(loaded, arguments.class_names)
-    names = shorten_names(names) if form == 'text' else names
-    if not arguments.features and loaded.config.num_classes is None:
-        advice = 'pass --features=OUT.npz to write features, or fine-tune it'
-        raise UserError(f'{arguments.checkpoint}: the checkpoint has no head; {advice}')
+    if form == 'text':
+        names = shorten_names(names)
     if not arguments.features:
+        require(
+            loaded.config.num_classes is not None,
+            f'{arguments.checkpoint}: the checkpoint has no head; '
+            'pass --features=OUT.npz to write features, or fine-tune it',
+        )
         loaded.require_head()
-    wanted: list[OutputName] = ['probabilities'] if loaded.is_classifier else []
-    wanted += ['features'] if arguments.features else []
-    paths, features = list[str](), list[np.ndarray]()
+    wanted: list[OutputName] = []
+    if loaded.is_classifier:
+        wanted.append('probabilities')
+    if arguments.features:
+        wanted.append('features')
+    paths = list[str]()
+    features = list[np.ndarray]()
     batches = batches_on_all_devices(reader, arguments.batch_size)
     # On a terminal, printed lines appear above the progress bar.
     bar = output.progress_bar(redirect_stdout=sys.stdout.isatty())
     with bar, open_output(arguments.out, form) as file:
         if form == 'csv':
             print('path,class,probability', file=file)
-        total = -(-len(source) // batches.batch_size)
-        tracked = bar.track(batches.read(reader), total=total, description='batches')
+        num_batches = -(-len(source) // batches.batch_size)
+        tracked = bar.track(batches.read(reader), total=num_batches, description='batches')
         for index, outputs in _compute_outputs(loaded, wanted, batches.mesh, tracked):
             path = source.name_of(index)
             if 'probabilities' in outputs:
-                likely = int((outputs['probabilities'] > _THRESHOLD).sum())
+                probabilities = outputs['probabilities']
+                likely = int((probabilities > _THRESHOLD).sum())
                 default = likely if loaded.card.loss == 'sigmoid' else _TOP_K
-                best = most_probable(outputs['probabilities'], names, arguments.top or default)
+                best = most_probable(probabilities, names, arguments.top or default)
                 write_classes(file, path, best, form)
             if 'features' in outputs:
                 paths.append(path)
@@ -103,8 +115,8 @@ def require_new(paths: Iterable[str | None], *, overwrite: bool) -> None:
         require(not os.path.isdir(path), f'{path}: a folder; expected a file')
         exists = would_replace(path) and not overwrite
         require(not exists, f'{path}: exists already; pass --overwrite to replace it')
-        place = path if is_special(path) else os.path.dirname(os.path.realpath(path))
-        require(os.access(place, os.W_OK), f'{path}: its folder is missing or not writable')
+        written = path if is_special(path) else os.path.dirname(os.path.realpath(path))
+        require(os.access(written, os.W_OK), f'{path}: its folder is missing or not writable')
 
 
 def _compute_outputs(
@@ -118,7 +130,7 @@ def _compute_outputs(
         outputs = dict(zip(wanted, on_devices.outputs(images, *wanted), strict=True))
         indices = np.asarray(batch['example'])
         for row in np.flatnonzero(batch['mask']).tolist():
-            yield int(indices[row]), {name: values[row] for name, values in outputs.items()}
+            yield int(indices[row]), {name: batched[row] for name, batched in outputs.items()}
 
 
 @contextlib.contextmanager
@@ -132,9 +144,9 @@ def open_output(path: str | None, output_format: str) -> Iterator[Any]:
         return
     encoding = 'utf-8-sig' if output_format == 'csv' else 'utf-8'
     with atomic_write(pathlib.Path(path)) as file:
-        text = io.TextIOWrapper(file, encoding, errors=ESCAPE, write_through=True)
-        yield text
-        text.detach()  # `atomic_write` closes the file
+        text_file = io.TextIOWrapper(file, encoding, errors=ESCAPE, write_through=True)
+        yield text_file
+        text_file.detach()  # `atomic_write` closes the file
 
 
 def most_probable(
@@ -151,11 +163,11 @@ def write_classes(file: Any, path: str, classes: Sequence[tuple[str, float]], fo
         rows = [[path, name, str(share)] for name, share in classes]
         csv.writer(file, lineterminator='\n').writerows(rows or [[path, '', '']])
     elif form == 'jsonl':
-        values = [{'class': name, 'probability': share} for name, share in classes]
-        print(json.dumps({'path': path, 'classes': values}), file=file)
+        entries = [{'class': name, 'probability': share} for name, share in classes]
+        print(json.dumps({'path': path, 'classes': entries}), file=file)
     else:
-        text = ', '.join(f'{name} {share:.1%}' for name, share in classes)
-        line = f'{path}  {text or f"nothing above {_THRESHOLD:.0%}"}'
+        shares = ', '.join(f'{name} {share:.1%}' for name, share in classes)
+        line = f'{path}  {shares or f"nothing above {_THRESHOLD:.0%}"}'
         print(output.escape_controls(line), file=file)
     file.flush()
 
@@ -179,9 +191,12 @@ def read_lines(path: str) -> list[str]:
 
 def shorten_names(names: Sequence[str]) -> list[str]:
     """Shortens names such as `tabby, tabby cat` to the first synonym if it is unique."""
-    first = [name.partition(', ')[0] for name in names]
-    uses = collections.Counter(first)
-    return [one if uses[one] == 1 else name for one, name in zip(first, names, strict=True)]
+    synonyms = [name.partition(', ')[0] for name in names]
+    uses = collections.Counter(synonyms)
+    return [
+        synonym if uses[synonym] == 1 else name
+        for synonym, name in zip(synonyms, names, strict=True)
+    ]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -190,8 +205,12 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add('checkpoint', metavar='CHECKPOINT', help='file, directory or augreg:NAME')
     add('images', metavar='IMAGE', nargs='+', help='image files, or folders of images')
-    text = 'classes per image; default: 5, or all above 50%% after training with a sigmoid loss'
-    add('--top', type=app.positive_int, metavar='N', help=text)
+    add(
+        '--top',
+        type=app.positive_int,
+        metavar='N',
+        help='classes per image; default: 5, or all above 50%% after training with a sigmoid loss',
+    )
     add('--format', choices=['text', 'csv', 'jsonl'], help='default: ending of --out, or text')
     add('--out', type=app.local_path, metavar='FILE', help='file to write; default: stdout')
     add('--class_names', metavar='FILE', help='class names, one per line; default: in CHECKPOINT')

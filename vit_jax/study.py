@@ -47,9 +47,12 @@ _EXIT_ON_SIGINT = 'import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)'
 
 def main(arguments: argparse.Namespace) -> int:
     """Trains or lists the incomplete runs. Returns 0 if the selected runs are complete."""
-    study, folder = arguments.config, pathlib.Path(arguments.workdir).absolute()
-    remote = is_remote(arguments.workdir)
-    require(not remote, f'--workdir={arguments.workdir}: expected a local directory')
+    study = arguments.config
+    require(
+        not is_remote(arguments.workdir),
+        f'--workdir={arguments.workdir}: expected a local directory',
+    )
+    folder = pathlib.Path(arguments.workdir).absolute()
     runs = planned_runs.plan_runs(study)
     records.require_pattern(arguments.only)
     chosen = [run for run in runs if re.search(arguments.only, run.name)]
@@ -61,10 +64,11 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     code = _train(folder, study, chosen)
     _write_results(folder, study, runs)
-    left = [run.name for run in chosen if not planned_runs.is_complete(folder, run)]
-    if left:
-        print(f'incomplete: {", ".join(left)}')
-    return code or int(bool(left))
+    incomplete = [run.name for run in chosen if not planned_runs.is_complete(folder, run)]
+    if incomplete:
+        print(f'incomplete: {", ".join(incomplete)}')
+        return code or 1
+    return code
 
 
 def _print_commands(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> None:
@@ -86,9 +90,11 @@ def _prepare(folder: pathlib.Path, study: Study, run: PlannedRun) -> list[str]:
 
 def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> int:
     """Trains the incomplete runs. Returns 0, or the exit code after a signal."""
-    left = [run for run in chosen if not planned_runs.is_complete(folder, run)]
-    complete = f'nothing to train: {plural(len(chosen), "run")} complete'
-    print(planned_runs.describe_programs(left) if left else complete, flush=True)
+    incomplete = [run for run in chosen if not planned_runs.is_complete(folder, run)]
+    if incomplete:
+        print(planned_runs.describe_programs(incomplete), flush=True)
+    else:
+        print(f'nothing to train: {plural(len(chosen), "run")} complete', flush=True)
     with _Trainer.open() as trainer:
         for number, run in enumerate(chosen, 1):
             if trainer.received:
@@ -96,7 +102,8 @@ def _train(folder: pathlib.Path, study: Study, chosen: Sequence[PlannedRun]) -> 
             if planned_runs.is_complete(folder, run):
                 continue
             label = f'{number} of {len(chosen)}  {run.name}'
-            if holder := workdirs.find_holder(folder / run.name):
+            holder = workdirs.find_holder(folder / run.name)
+            if holder:
                 print(f'{label}  is being trained by {holder}', flush=True)
                 continue
             try:
@@ -132,15 +139,16 @@ class _Trainer:
     @contextlib.contextmanager
     def open(cls) -> Iterator['_Trainer']:
         """Yields a trainer; ends its process on exit."""
-        trainer, before = cls(), {}
+        trainer = cls()
+        previous_handlers = {}
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-                before[number] = signal.signal(number, trainer._forward)
+                previous_handlers[number] = signal.signal(number, trainer._forward)
         try:
             yield trainer
         finally:
             trainer._end()
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
     def train(self, words: list[str]) -> int:
@@ -153,9 +161,8 @@ class _Trainer:
         assert self._process is not None and self._process.stdin is not None and self._codes
         with contextlib.suppress(BrokenPipeError):  # the process has exited
             print(json.dumps(words), file=self._process.stdin, flush=True)
-        if code := self._codes.readline():
-            return int(code)
-        return self._process.wait()
+        code = self._codes.readline()
+        return int(code) if code else self._process.wait()
 
     def _start(self) -> None:
         reading, writing = os.pipe()
@@ -187,7 +194,8 @@ def train_in_turn(descriptor: int) -> None:
     started = None  # the first run includes the imports in its time
     for line in sys.stdin:
         code = app.run_with_job(train.main, train.make_parser(), json.loads(line), started)
-        if (wakeup := signal.set_wakeup_fd(-1)) >= 0:  # -1: the arguments were wrong
+        wakeup = signal.set_wakeup_fd(-1)
+        if wakeup >= 0:  # -1: the arguments were wrong
             os.close(wakeup)
         for number in _SIGNALS:  # between two runs, there is nothing to save
             signal.signal(number, signal.SIG_DFL)
@@ -204,10 +212,13 @@ def _write_results(folder: pathlib.Path, study: Study, runs: Sequence[PlannedRun
         return
     _warn_of_missing_measures(study, runs, measured)
     rows = results.make_rows(study, runs, measured)
-    text = results.format_tables(study, rows)
-    print(f'\n{text}')
-    csv = results.format_csv(runs, measured)
-    contents = {'md': text.encode(), 'csv': csv.encode(), 'png': _picture(study, rows)}
+    tables = results.format_tables(study, rows)
+    print(f'\n{tables}')
+    contents = {
+        'md': tables.encode(),
+        'csv': results.format_csv(runs, measured).encode(),
+        'png': _picture(study, rows),
+    }
     for ending, content in contents.items():
         if content is not None:
             path = folder / f'results.{ending}'
@@ -227,7 +238,8 @@ def _warn_of_missing_measures(
 
 def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
     """Returns the plot as PNG; None if there is nothing to draw, or no matplotlib."""
-    if (draw := study.draw) is None:
+    draw = study.draw
+    if draw is None:
         return None
     lines, places, joined = results.make_lines(study, draw, rows)
     if not lines:
@@ -237,17 +249,20 @@ def _picture(study: Study, rows: Sequence[Row]) -> bytes | None:
         return None
     from vit_jax.figures import curves, style  # matplotlib is an extra
 
-    several = any(line.deviation.any() for line in lines)
+    y_label = draw.y
+    if any(line.deviation.any() for line in lines):
+        y_label += ', mean ± standard deviation over seeds'
+    metric = find_metric(draw.y, resolve_metrics(study.base.metrics))
     return style.png(
         curves.draw_means,
         study.title,
         [curves.MeanCurve(**line._asdict()) for line in lines],
         x=draw.x if places else 'training FLOPs',
-        y=draw.y + (', mean ± standard deviation over seeds' if several else ''),
+        y=y_label,
         ticks={place: name for name, place in places.items()},
         unit='' if places else 'FLOP',
         joined=joined,
-        percent=find_metric(draw.y, resolve_metrics(study.base.metrics)).unit == 'percent',
+        percent=metric.unit == 'percent',
         logarithmic=draw.logarithmic,
     )
 
@@ -256,10 +271,17 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('study', __doc__)
     app.add_config_flags(parser, Study)
-    text = 'print the training command of each incomplete run, for a cluster; trains nothing'
-    parser.add_argument('--list', action='store_true', help=text)
-    text = 'select runs (GRID/VALUE-VALUE-seedN) by a regular expression; default: all'
-    parser.add_argument('--only', default='', metavar='REGEX', help=text)
+    parser.add_argument(
+        '--list',
+        action='store_true',
+        help='print the training command of each incomplete run, for a cluster; trains nothing',
+    )
+    parser.add_argument(
+        '--only',
+        default='',
+        metavar='REGEX',
+        help='select runs (GRID/VALUE-VALUE-seedN) by a regular expression; default: all',
+    )
     return parser
 
 

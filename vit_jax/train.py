@@ -7,6 +7,7 @@ command again to resume a run that was stopped.
 import argparse
 import operator
 import shlex
+from typing import Any
 
 from vit_jax.base import plural
 from vit_jax.cli import app
@@ -36,25 +37,30 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     )
     if job.index != 0:
         return 0
-    few_shot = f'; {probing.summarize(result.fewshot)}' if result.fewshot else ''
-    print(
-        f'\nreached    {evaluator.summarize_evals(result.evals, result.experiment.shown)}{few_shot}'
-    )
-    if skipped := result.reporter.skipped_images:
+    reached = evaluator.summarize_evals(result.evals, result.experiment.shown)
+    if result.fewshot:
+        reached += f'; {probing.summarize(result.fewshot)}'
+    print(f'\nreached    {reached}')
+    skipped = result.reporter.skipped_images
+    if skipped:
         times = plural(skipped, 'time')
         print(f'skipped    unreadable training images were skipped {times}')
     print(f'checkpoint {result.checkpoint}')
     used = result.folder  # programs take the newest checkpoint of a work directory
-    if (best := result.selection) and best.step is not None:
+    best = result.selection
+    if best and best.step is not None:
         used = result.checkpoint.with_name(str(best.step))
         print(f'best       {best} at step {best.step}: {used}')
-        if note := describe_test_selection(result.experiment.config):
+        note = describe_test_selection(result.experiment.config)
+        if note:
             print(f'note       {note}')
     print(f'metrics    {result.folder / METRICS}')
     print(f'time       {reporter.format_seconds(result.reporter.clock.seconds)}')
-    if earlier := result.reporter.earlier_seconds:
+    earlier = result.reporter.earlier_seconds
+    if earlier:
         print(f'earlier    {reporter.format_seconds(earlier)}')
-    if command := next_command(result.experiment.config, str(result.folder), str(used)):
+    command = next_command(result.experiment.config, str(result.folder), str(used))
+    if command:
         print(f'next       {command}')
     return 0
 
@@ -62,7 +68,8 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
 def describe_test_selection(config: TrainConfig) -> str | None:
     """Explains what the best value means, if `config.keep_best` selects on a test split."""
     name = (config.keep_best or '').partition('/')[0]
-    if 'test' not in (split := config.evaluations[name].split):
+    split = config.evaluations[name].split
+    if 'test' not in split:
         return None
     field = f'evals.{name}.split' if config.evals else 'eval_split'
     flags = f"--config.train_split='train[:90%]' --config.{field}='train[90%:]'"
@@ -84,7 +91,6 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
     """
     if not isinstance(config.data, str):
         return None
-    values = {'start_from': checkpoint, 'data': config.data}
     uses_labels = make_task(config, num_classes=1).uses_labels
     if config.start_from is not None and uses_labels:
         words = ['evaluate', checkpoint, f'--data={config.data}']
@@ -92,18 +98,25 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
         if name and config.evaluations[name].split.startswith('train'):
             words.append('--split=test')  # the run selected a checkpoint on training images
     else:
-        for name in _IMAGE_FIELDS:
-            value_of = operator.attrgetter(name)
-            value = value_of(config)
-            if value != value_of(TrainConfig(data='')):
-                is_list = isinstance(value, tuple) and not any(',' in one for one in value)
-                values[name] = ','.join(value) if is_list else value
+        fields = {'start_from': checkpoint, 'data': config.data, **_changed_image_fields(config)}
         if isinstance(config.loss, LossConfig) and config.loss.kind == 'sigmoid':
-            values['loss.kind'] = 'sigmoid'  # images may have several classes
+            fields['loss.kind'] = 'sigmoid'  # images may have several classes
         words = ['finetune', '--config=configs/finetune/transfer.py']
-        words += [f'--config.{name}={value}' for name, value in values.items()]
+        words += [f'--config.{name}={value}' for name, value in fields.items()]
         words.append(f'--workdir={workdir}-finetune')
     return shlex.join(['python', '-m', f'vit_jax.{words[0]}', *words[1:]])
+
+
+def _changed_image_fields(config: TrainConfig) -> dict[str, Any]:
+    defaults = TrainConfig(data='')
+    fields = dict[str, Any]()
+    for name in _IMAGE_FIELDS:
+        value_of = operator.attrgetter(name)
+        value = value_of(config)
+        if value != value_of(defaults):
+            is_list = isinstance(value, tuple) and not any(',' in item for item in value)
+            fields[name] = ','.join(value) if is_list else value
+    return fields
 
 
 def make_parser() -> argparse.ArgumentParser:

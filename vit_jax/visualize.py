@@ -16,7 +16,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress
 
@@ -45,25 +45,36 @@ PAGE = 'index.html'
 _LONGEST = 80  # characters of the name of a model
 
 
+class _Inputs(NamedTuple):
+    """The models and images of a page."""
+
+    models: list[PlacedModel]
+    images: Images
+    description: list[str]  # lines about the models and images, for the page
+    unreadable: list[str]  # a message per unreadable image
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Writes the page. Returns 1 if some images are unreadable, else 0."""
     if importlib.util.find_spec('matplotlib') is None:
         raise UserError("pictures need matplotlib: pip install 'vit_jax[plots]'")
-    chosen, folder = select_figures(arguments.figures), pathlib.Path(arguments.out)
+    chosen = select_figures(arguments.figures)
+    folder = pathlib.Path(arguments.out)
     require_outside(arguments.out, arguments.images)
     make_folder(folder)
     with output.progress_bar() as bar:
-        models, images, lines, problems = _open(arguments, bar)
+        inputs = _open_inputs(arguments, bar)
         if any(figure.needs_images for figure in chosen.values()):
-            for model in models:
-                figures.require_finite(images, model)
+            for model in inputs.models:
+                figures.require_finite(inputs.images, model)
         sections = [
-            _make_section(folder, name, figure, images, models)
+            _make_section(folder, name, figure, inputs)
             for name, figure in bar.track(chosen.items(), description='figures')
         ]
-    write_text(folder / PAGE, render_page('What the models learned', lines, sections))
+    write_text(folder / PAGE, render_page('What the models learned', inputs.description, sections))
     print(f'\nwritten: {folder / PAGE}')
-    return output.report_unreadable(problems, len(images.indices) + len(problems))
+    num_images = len(inputs.images.indices) + len(inputs.unreadable)
+    return output.report_unreadable(inputs.unreadable, num_images)
 
 
 def select_figures(names: str | None) -> dict[str, Figure]:
@@ -74,40 +85,42 @@ def select_figures(names: str | None) -> dict[str, Figure]:
     return {name: figures.find_figure(name) for name in NAMES if name in chosen}
 
 
-def _open(
-    arguments: argparse.Namespace, bar: Progress
-) -> tuple[list[PlacedModel], Images, list[str], list[str]]:
-    """Returns the models on the devices, the images, lines about both, and unreadable images."""
+def _open_inputs(arguments: argparse.Namespace, bar: Progress) -> _Inputs:
+    """Puts the models on the devices and finds the readable images."""
     source = _open_images(arguments.images, arguments.split)
-    loaded = _load_models(arguments)
-    lines = [f'{name}: {"; ".join(one.report[1:])}' for name, one in loaded.items()]
-    print('\n'.join(lines), file=sys.stderr)
+    loaded_models = _load_models(arguments)
+    reports = [f'{name}: {"; ".join(loaded.report[1:])}' for name, loaded in loaded_models.items()]
+    print('\n'.join(reports), file=sys.stderr)
 
     def progress(items: Iterable[Any], total: int) -> Iterator[Any]:
         task = bar.add_task('  images', total=total)
         yield from bar.track(items, task_id=task)
         bar.remove_task(task)
 
-    most = arguments.max_pixels
     readers = [
-        make_reader(source, one.preprocessing, one.config.image_size, max_pixels=most)
-        for one in loaded.values()
+        make_reader(
+            source,
+            loaded.preprocessing,
+            loaded.config.image_size,
+            max_pixels=arguments.max_pixels,
+        )
+        for loaded in loaded_models.values()
     ]
-    indices, problems = figures.find_readable(readers[0], arguments.num_images, progress)
-    size, mesh = figures.choose_batch(len(indices), arguments.batch_size)
+    indices, unreadable = figures.find_readable(readers[0], arguments.num_images, progress)
+    batch_size, mesh = figures.choose_batch(len(indices), arguments.batch_size)
     models = [
-        figures.put_on_devices(name, one, reader, mesh)
-        for (name, one), reader in zip(loaded.items(), readers, strict=True)
+        figures.put_on_devices(name, loaded, reader, mesh)
+        for (name, loaded), reader in zip(loaded_models.items(), readers, strict=True)
     ]
-    images = Images(indices, size, progress, arguments.patch)
-    unreadable = f'; {len(problems):,} unreadable' if problems else ''
+    images = Images(indices, batch_size, progress, arguments.patch)
     used = plural(len(images.used_indices()), 'image')
-    lines = [
+    skipped = f'; {len(unreadable):,} unreadable' if unreadable else ''
+    description = [
         f'Command: vit_jax visualize {shlex.join(map(redact, sys.argv[1:]))}',
-        f'Images: {used} of {arguments.images} in batches of {size}{unreadable}.',
-        *lines,
+        f'Images: {used} of {arguments.images} in batches of {batch_size}{skipped}.',
+        *reports,
     ]
-    return models, images, lines, problems
+    return _Inputs(models, images, description, unreadable)
 
 
 def _load_models(arguments: argparse.Namespace) -> dict[str, LoadedModel]:
@@ -125,8 +138,8 @@ def _open_images(data: str, split: str | None) -> Source:
 
     The default is all images if the data have no splits, else `test`.
     """
-    place = pathlib.Path(data)
-    if is_image(data) or (place.is_dir() and loose_images(place)):
+    path = pathlib.Path(data)
+    if is_image(data) or (path.is_dir() and loose_images(path)):
         return unlabeled_source([data])
     open_split = make_opener()
     if split is None:
@@ -138,37 +151,40 @@ def _open_images(data: str, split: str | None) -> Source:
 def name_models(paths: Sequence[str]) -> list[str]:
     """Names models by the fewest last parts of their paths that make the names unique."""
     endings = re.compile(r'[.](npz|safetensors|bin|pth?)(?=:|$)')
-    parts = [
-        pathlib.Path(endings.sub('', os.path.abspath(to_path(path)))).parts[1:] for path in paths
-    ]
-    for length in range(1, max(map(len, parts)) + 1):
-        whole = ['-'.join(each[-length:]) for each in parts]
-        names = [re.sub(r'[^\w.+-]', '_', name)[-_LONGEST:] for name in whole]
+    stems = [endings.sub('', os.path.abspath(to_path(path))) for path in paths]
+    parts_of_paths = [pathlib.Path(stem).parts[1:] for stem in stems]
+    for length in range(1, max(map(len, parts_of_paths)) + 1):
+        joined = ['-'.join(parts[-length:]) for parts in parts_of_paths]
+        names = [re.sub(r'[^\w.+-]', '_', name)[-_LONGEST:] for name in joined]
         if len({*names}) == len(names):
             return names
     raise UserError(f'{", ".join(paths)}: expected distinct checkpoints')
 
 
-def _make_section(
-    folder: pathlib.Path, name: str, figure: Figure, images: Images, models: Sequence[PlacedModel]
-) -> Section:
+def _make_section(folder: pathlib.Path, name: str, figure: Figure, inputs: _Inputs) -> Section:
     """Computes and draws a figure, of each model or of all together, or says why it cannot."""
     from vit_jax.figures import style  # matplotlib is an extra
 
-    pictures, left_out = list[Picture](), list[str]()
-    for compared in [models] if figure.compares_models else [[one] for one in models]:
-        stem = name if figure.compares_models else f'{name}-{compared[0].name}'
-        prefix = '' if figure.compares_models else f'{compared[0].name}: '
+    if figure.compares_models:
+        groups = [inputs.models]
+    else:
+        groups = [[model] for model in inputs.models]
+    pictures = list[Picture]()
+    left_out = list[str]()
+    for models in groups:
+        stem = name if figure.compares_models else f'{name}-{models[0].name}'
+        prefix = '' if figure.compares_models else f'{models[0].name}: '
         try:
-            numbers = figure.compute(images, *compared)
+            numbers = figure.compute(inputs.images, *models)
         except UserError as reason:
             left_out.append(f'{prefix}{reason}.')
             print(f'{name}: skipped: {left_out[-1]}')
             continue
-        text = f'{prefix}{figure.finding(numbers)}'.removesuffix(': ')
-        print(f'{stem}: {figure.finding(numbers)}'.removesuffix(': '))
+        finding = figure.finding(numbers)
+        print(f'{stem}: {finding}'.removesuffix(': '))
         png = style.png(figure.draw, numbers)
-        pictures.append(Picture(png, f'{prefix}{figure.title}', text))
+        caption = f'{prefix}{finding}'.removesuffix(': ')
+        pictures.append(Picture(png, f'{prefix}{figure.title}', caption))
         write_npz(folder / f'{stem}.npz', numbers)
         write_bytes(folder / f'{stem}.png', png)
     return Section(figure.title, figure.caption, pictures, ' '.join(left_out) or None)
@@ -188,17 +204,40 @@ def make_parser() -> argparse.ArgumentParser:
     parser = app.new_parser('visualize', __doc__)
     add = parser.add_argument
     add('checkpoints', metavar='CHECKPOINT', nargs='+', help='file, directory or augreg:NAME')
-    text = f'a folder of photos, {EXPECTED}'
-    add('--images', required=True, metavar='DATA', help=text)
-    text = 'split or slice, such as train[90%%:]; default: test, or all without splits'
-    add('--split', metavar='NAME', help=text)
-    text = 'directory for the page, its pictures and their numbers'
-    add('--out', required=True, type=app.local_path, metavar='DIR', help=text)
+    add(
+        '--images',
+        required=True,
+        metavar='DATA',
+        help=f'a folder of photos, {EXPECTED}',
+    )
+    add(
+        '--split',
+        metavar='NAME',
+        help='split or slice, such as train[90%%:]; default: test, or all without splits',
+    )
+    add(
+        '--out',
+        required=True,
+        type=app.local_path,
+        metavar='DIR',
+        help='directory for the page, its pictures and their numbers',
+    )
     add('--figures', metavar='NAME,...', help=f'figures to draw; default: all ({", ".join(NAMES)})')
-    text = 'maximum number of images, evenly spread over the data; default: 256'
-    add('--num_images', type=app.positive_int, default=256, metavar='N', help=text)
-    text = 'place of the patch for `features`, in fractions of the image; default: 0.5,0.5 (center)'
-    add('--patch', type=_parse_point, default=(0.5, 0.5), metavar='X,Y', help=text)
+    add(
+        '--num_images',
+        type=app.positive_int,
+        default=256,
+        metavar='N',
+        help='maximum number of images, evenly spread over the data; default: 256',
+    )
+    add(
+        '--patch',
+        type=_parse_point,
+        default=(0.5, 0.5),
+        metavar='X,Y',
+        help='place of the patch for `features`, in fractions of the image; '
+        'default: 0.5,0.5 (center)',
+    )
     app.add_image_flags(parser)
     return parser
 

@@ -55,8 +55,9 @@ def scan(
     """
     source = reader.source
     result = SplitReport(len(source), dict.fromkeys(source.class_names, 0))
-    formats, sizes = collections.Counter[str](), list[tuple[int, int]]()
-    name_by_digest = {one.digest: name for name, one in reversed(known.items())}
+    formats = collections.Counter[str]()
+    sizes = list[tuple[int, int]]()
+    name_by_digest = {image.digest: name for name, image in reversed(known.items())}
     names = source.read_names(range(len(source)))
     images = pool.map(functools.partial(_examine, reader), range(len(source)))
     for name, image in zip(names, images, strict=True):
@@ -67,12 +68,14 @@ def scan(
         for class_name in image.classes:
             result.classes[class_name] += 1
         known[name] = image
-        if (other := name_by_digest.setdefault(image.digest, name)) is not name:
-            classes, others = (', '.join(known[one].classes) for one in (name, other))
-            if classes == others:
+        other = name_by_digest.setdefault(image.digest, name)
+        if other is not name:
+            classes = ', '.join(image.classes)
+            other_classes = ', '.join(known[other].classes)
+            if classes == other_classes:
                 result.duplicates.append(f'{name} = {other}')
             else:
-                result.contradictory.append(f'{name} ({classes}) = {other} ({others})')
+                result.contradictory.append(f'{name} ({classes}) = {other} ({other_classes})')
         formats[image.format] += 1
         sizes.append(image.size)
     result.formats = dict(formats.most_common())
@@ -84,17 +87,22 @@ def scan(
 
 def _examine(reader: ImageReader, index: int) -> ImageInfo | str:
     """Returns the properties of an image, or the reason why it is unreadable."""
-    source, most = reader.source, reader.max_pixels
+    source = reader.source
+    max_pixels = reader.max_pixels
     try:
         stored, label = source.read(index)
-        pixels = decode(stored, exif_rotation=True, max_pixels=most)
+        pixels = decode(stored, exif_rotation=True, max_pixels=max_pixels)
         reader.crop(pixels, reader.size, None)
     except (ValueError, OSError) as error:
         return getattr(error, 'strerror', None) or str(error)
     numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
+    if isinstance(stored, np.ndarray):
+        image_format = 'array'
+    else:
+        image_format = read_header(stored, max_pixels).kind
     return ImageInfo(
         classes=[source.class_names[n] for n in numbers if source.class_names],
-        format='array' if isinstance(stored, np.ndarray) else read_header(stored, most).kind,
+        format=image_format,
         size=(pixels.shape[0], pixels.shape[1]),
         digest=hashlib.blake2b(bytes(stored), digest_size=16).digest(),
     )

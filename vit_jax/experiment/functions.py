@@ -94,8 +94,11 @@ class Functions:
             sums = make_feature_sums(structure.build_model(), structure.preprocessing)
             return on_mesh(evaluator.as_step(sums))
 
-        self.init, self.init_params = on_mesh(init), on_mesh(init_params)
-        self.update, self.evaluate, self.features = update, evaluate, features
+        self.init = on_mesh(init)
+        self.init_params = on_mesh(init_params)
+        self.update = update
+        self.evaluate = evaluate
+        self.features = features
 
 
 _FUNCTIONS: dict[Hashable, Functions] = {}  # of the newest structures
@@ -111,8 +114,8 @@ def make_functions(structure: Structure, groups: ParamGroups) -> Functions:
     if contains_function((structure.config, structure.model)):
         return Functions(structure, groups)
     trained = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(groups.trained)]
-    text = ' '.join(repr(part) for part in structure if part is not structure.mesh)
-    key = structure.mesh, text, tuple(trained)
+    without_mesh = [field for field in structure if field is not structure.mesh]
+    key = structure.mesh, ' '.join(map(repr, without_mesh)), tuple(trained)
     functions = _FUNCTIONS.pop(key, None) or Functions(structure, groups)
     _FUNCTIONS[key] = functions
     if len(_FUNCTIONS) > _MAX_STRUCTURES:

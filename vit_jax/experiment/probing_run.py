@@ -42,30 +42,38 @@ def probe(
     job = job or Job()
     config = records.validated(config, where='config')
     job.require_equal('this evaluation', workdirs.collect_settings(config, path))
-    if (fewshot := config.fewshot) is None:
+    fewshot = config.fewshot
+    if fewshot is None:
         raise UserError('config.fewshot is not set; pass --config.fewshot=FewshotConfig')
-    if (start := open_start(config)) is None:
+    start = open_start(config)
+    if start is None:
         raise UserError('config.start_from is not set; expected the checkpoint to evaluate')
     origin = {'origin': list(start.origin)}
     job.require_equal('start_from', origin)
-    card, preprocessing = start.card, start.card.preprocessing
+    card = start.card
+    preprocessing = card.preprocessing
     config = dataclasses.replace(config, preprocessing=preprocessing, start_from=start.path)
 
-    size, mesh = config.image_size or card.model.image_size, make_mesh(config)
+    size = config.image_size or card.model.image_size
+    mesh = make_mesh(config)
     body = dataclasses.replace(remove_head(card.model), image_size=size)
     compute = resolve_compute(config.compute, body, platform=jax.default_backend())
     check_memory(config.eval_batch_size or config.batch_size, size, 'config.eval_batch_size')
-    reader, batches = make_readers(config, preprocessing, size), make_eval_batches(config, mesh)
-    probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader)
-    model, console = _build_exact(body, compute), make_console(job)
+    reader_of = make_readers(config, preprocessing, size)
+    batches = make_eval_batches(config, mesh)
+    probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader_of)
+    model = _build_exact(body, compute)
+    console = make_console(job)
     evaluator = features.make_feature_evaluator(model, preprocessing, batches)
-    linear = None
-    if (settings := fewshot.linear_probe) is not None:
-        linear = LinearProbe(settings, model, preprocessing, batches, console.print, job.tick_each)
+    linear_probe = None
+    if fewshot.linear_probe is not None:
+        linear_probe = LinearProbe(
+            fewshot.linear_probe, model, preprocessing, batches, console.print, job.tick_each
+        )
 
-    values = records.to_dict(config)
+    recorded = records.to_dict(config)
     sources = data_manifest.name_sources(None, [], probes) if job.count > 1 else {}
-    with workdirs.open_workdir(path, values, job, accept_changes=accept_changes) as workdir:
+    with workdirs.open_workdir(path, recorded, job, accept_changes=accept_changes) as workdir:
         with data_manifest.compare_data(workdir, sources, job):
             fresh = abstract_params(body)
             shardings = sharding_rules.shardings_for(fresh, mesh, config.mesh)
@@ -76,7 +84,9 @@ def probe(
         console.print('\n'.join(lines))
         placed = meshes.put(params, shardings)
         features_of = features.make_feature_function(evaluator, placed, watch=job.tick_each)
-        train_linear = functools.partial(linear.evaluate, placed) if linear is not None else None
+        train_linear = None
+        if linear_probe is not None:
+            train_linear = functools.partial(linear_probe.evaluate, placed)
         result = probing.evaluate(features_of, probes, preprocessing, train_linear)
         result |= {'step': card.step, 'checkpoint': start.path} | origin
         if job.index == 0:

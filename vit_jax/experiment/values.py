@@ -67,8 +67,10 @@ def make_values(config: TrainConfig, length: TrainLength, groups: ParamGroups) -
 
     Raises UserError if the training is too long, or `rho_min` has no effect.
     """
-    schedule, steps = make_schedule(config.schedule, length), length.total_steps
-    radii, sam = None, config.optimizer.sharpness
+    schedule = make_schedule(config.schedule, length)
+    steps = length.total_steps
+    radii = None
+    sam = config.optimizer.sharpness
     if sam is not None and sam.rho > 0:
         radius = make_radius(sam, schedule, peak=config.schedule.learning_rate, total_steps=steps)
         radii = tabulate(radius, steps)
@@ -106,8 +108,9 @@ def _find_numbers(config: TrainConfig) -> dict[str, Any]:
     defaults = OPTIONS[kind] if isinstance(kind, str) else {}
     for path in VALUES:
         record, name = _find(config, path)
-        is_taught = config.distillation.teacher is not None or record is not config.distillation
-        if record is None or not is_taught:
+        if record is None:
+            continue
+        if record is config.distillation and config.distillation.teacher is None:
             continue
         number = getattr(record, name)
         if record is config.optimizer and number is None:

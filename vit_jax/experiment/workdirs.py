@@ -22,8 +22,12 @@ from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import TrainConfig, config_differences, read_config, write_config
 from vit_jax.distributed.processes import Job
 
-CONFIG, METRICS, FEWSHOT = 'config.json', 'metrics.jsonl', 'fewshot.json'
-EVENTS, LOCK, MANIFEST = 'events.jsonl', '.lock', 'data_manifest.json.gz'
+CONFIG = 'config.json'
+METRICS = 'metrics.jsonl'
+FEWSHOT = 'fewshot.json'
+EVENTS = 'events.jsonl'
+LOCK = '.lock'
+MANIFEST = 'data_manifest.json.gz'
 _PACKAGE = pathlib.Path(__file__).parent.parent
 
 
@@ -62,9 +66,10 @@ def open_workdir(
                 changes = _check_and_write_config(folder, config, accept_changes=accept_changes)
                 workdir = workdir._replace(changes=tuple(changes))
         job.barrier('workdir is created')
-        with usable(lock := folder / LOCK):
-            text = lock.read_text() if lock.exists() else 'absent'
-        job.require_equal('the workdir, which all processes must share', {'lock': text})
+        lock = folder / LOCK
+        with usable(lock):
+            holder = lock.read_text() if lock.exists() else 'absent'
+        job.require_equal('the workdir, which all processes must share', {'lock': holder})
         yield workdir
 
 
@@ -83,9 +88,11 @@ def _check_and_write_config(
     recorded = _read_config(folder)
     changes = [] if recorded is None else config_differences(recorded, config)
     if changes and not accept_changes:
-        text = f'workdir {folder} has a run with another configuration:'
-        advice = 'use another --workdir, or resume this run with --accept_config_changes'
-        raise UserError('\n  '.join([text, *changes]) + f'\n{advice}')
+        listed = '\n  '.join(changes)
+        raise UserError(
+            f'workdir {folder} has a run with another configuration:\n  {listed}\n'
+            'use another --workdir, or resume this run with --accept_config_changes'
+        )
     if not changes:
         write_config(folder / CONFIG, config)
     return changes
@@ -105,7 +112,8 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 def read_dtype(path: str) -> str:
     """Reads the `compute.dtype` of the run in a work directory; `auto` if there is no run."""
     folder = storage.resolve_folder(path)
-    if (recorded := _read_config(folder)) is None:
+    recorded = _read_config(folder)
+    if recorded is None:
         return 'auto'
     with usable(folder / CONFIG, 'the configuration of a run'):
         return str(recorded['compute']['dtype'])
@@ -118,17 +126,20 @@ def lock_workdir(folder: pathlib.Path) -> Iterator[Workdir]:
     The operating system releases the lock when the process exits. Raises UserError if another
     process has the lock.
     """
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for place in new:
-        sync(place.parent)
+    for new_folder in new_folders:
+        sync(new_folder.parent)
     with _open_lock(folder / LOCK) as file:
-        if (is_locked := try_lock(file)) is None:
-            text = '%s: file system without locks; start only one run per workdir'
-            logging.warning(text, file.name)
+        is_locked = try_lock(file)
+        if is_locked is None:
+            logging.warning(
+                '%s: file system without locks; start only one run per workdir', file.name
+            )
         if is_locked is False:
-            wrong = f'workdir {folder} is used by {_read_holder(file)}'
-            raise UserError(f'{wrong}; wait, or use another --workdir')
+            raise UserError(
+                f'workdir {folder} is used by {_read_holder(file)}; wait, or use another --workdir'
+            )
         file.truncate(0)
         file.write(_describe_process())
         file.flush()
@@ -151,8 +162,8 @@ def _open_lock(path: pathlib.Path) -> IO[str]:
 def _read_holder(file: IO[str]) -> str:
     """Reads the description of the process that has the lock."""
     file.seek(0)
-    text = file.read(500).strip()
-    return text if text and text.isprintable() else 'another run'
+    description = file.read(500).strip()
+    return description if description and description.isprintable() else 'another run'
 
 
 @contextlib.contextmanager
@@ -169,14 +180,18 @@ def _lease_workdir(folder: Path) -> Iterator[Workdir]:
 
 
 def _describe_process() -> str:
-    now, host = datetime.datetime.now().isoformat(' ', 'seconds'), socket.gethostname()
+    now = datetime.datetime.now().isoformat(' ', 'seconds')
+    host = socket.gethostname()
     return f'process {os.getpid()} on {host} since {now}, run {uuid.uuid4()}\n'
 
 
 def collect_settings(config: TrainConfig, path: str) -> dict[str, Any]:
     """Returns the values that all processes must share: configuration, workdir, code, packages."""
-    values = {'config': records.to_dict(config), 'workdir': str(storage.resolve_folder(path))}
-    return values | describe_software()
+    return {
+        'config': records.to_dict(config),
+        'workdir': str(storage.resolve_folder(path)),
+        **describe_software(),
+    }
 
 
 def describe_software() -> dict[str, Any]:

@@ -23,7 +23,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     patches = config.num_tokens - config.num_prefix_tokens
     uniform = attention.uniform_distance(config.grid, model.patch_size)
     return {
-        'distance': np.mean([each['attention/weights'] for each in captures], axis=0),
+        'distance': np.mean([captured['attention/weights'] for captured in captures], axis=0),
         # Uniform attention over all tokens: the class token contributes distance zero.
         'uniform': np.array(uniform * patches / config.num_tokens),
         'width': np.array(config.image_size[1]),
@@ -32,17 +32,20 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
 
 def mean_distance(model: PlacedModel) -> Reduction:
     """Returns a function from attention weights (b k n n) to the mean distance (k) per head."""
-    grid, size, prefix = model.vit.grid, model.patch_size, model.vit.num_prefix_tokens
+    grid = model.vit.grid
+    patch_size = model.patch_size
+    prefix = model.vit.num_prefix_tokens
 
     def distances(weights: Float[Array, 'b k n n']) -> Float[Array, 'k']:
-        return attention.mean_attention_distance(weights[None], grid, size, prefix=prefix)[0]
+        return attention.mean_attention_distance(weights[None], grid, patch_size, prefix=prefix)[0]
 
     return distances
 
 
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws a dot per head over the depth."""
-    distance, uniform = numbers['distance'], float(numbers['uniform'])
+    distance = numbers['distance']
+    uniform = float(numbers['uniform'])
     blocks, heads = distance.shape
     title = f'Mean attention distance per head, for images {numbers["width"]} pixels wide'
     drawing = style.canvas(8.0, 4.6, title)

@@ -16,7 +16,8 @@ from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ViTConfig
 from vit_jax.models.taps import Reduction
 
-_MOST_LAYERS, _MOST_HEADS = 12, 16
+_MOST_LAYERS = 12
+_MOST_HEADS = 16
 
 
 def compute(images: Images, model: PlacedModel) -> Numbers:
@@ -30,7 +31,8 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     if config.pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights[0, :, 0]
     (captured,) = images.capture(model, wanted, most=1)
-    maps, names = [*captured['attention/weights']], [str(block) for block in range(config.depth)]
+    maps = [*captured['attention/weights']]
+    names = [str(block) for block in range(config.depth)]
     if config.pool == 'map':
         maps.append(captured['pool/attention/weights'])
         names.append('pool')
@@ -60,13 +62,14 @@ def average_pooled_tokens(config: ViTConfig, rows: Float[Array, 'b n m']) -> Flo
 
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws the image and a map per head and block."""
-    image, maps = numbers['image'], style.divide_by_max(numbers['maps'])
-    layers, heads = style.evenly(len(maps), _MOST_LAYERS), style.evenly(maps.shape[1], _MOST_HEADS)
+    maps = style.divide_by_max(numbers['maps'])
+    layers = style.evenly(len(maps), _MOST_LAYERS)
+    heads = style.evenly(maps.shape[1], _MOST_HEADS)
     tiles = maps[np.ix_(layers, heads)]
     drawing = style.canvas_for(tiles, 'Attention per head and block', left=1 / 3)
     sides: Any = drawing.subfigures(1, 2, width_ratios=(1, 3))
     left, right = (side.subplots() for side in sides)
-    left.imshow(image)
+    left.imshow(numbers['image'])
     left.set_axis_off()
     rows = numbers['layers'][layers].tolist()
     style.draw_mosaic(right, tiles, rows=rows, columns=heads, **style.UNIT_RANGE)

@@ -11,11 +11,17 @@ from PIL import Image
 
 from vit_jax.base import Float, Int, UInt8
 
-_TEXT, _WEIGHT, _LINE = 12, 400, 15  # font size, font weight, line height, in pixels
-_NAME_WIDTH = 170  # maximum, in pixels
-_TILE, _GAP = 192, 8  # side of an image and distance of images in the contact sheet, in pixels
-_MAX_MATRIX_PIXELS = 2000  # maximum side of the matrix, in pixels
-_WHITE, _DARK, _GRAY = np.array([255, 255, 255]), np.array([8, 48, 107]), (128, 128, 128)
+# Lengths are in pixels.
+_TEXT = 12  # font size
+_WEIGHT = 400  # font weight
+_LINE = 15  # line height
+_NAME_WIDTH = 170  # maximum
+_TILE = 192  # side of an image in the contact sheet
+_GAP = 8  # distance of images in the contact sheet
+_MAX_MATRIX_PIXELS = 2000  # maximum side of the matrix
+_WHITE = np.array([255, 255, 255])
+_DARK = np.array([8, 48, 107])
+_GRAY = 128, 128, 128
 
 Pixels = UInt8[np.ndarray, 'h w 3']
 
@@ -27,15 +33,20 @@ def draw_contact_sheet(
     height = _TILE + _LINE * max(len(lines) for _, lines in tiles) + _GAP
     columns = min(columns, len(tiles))
     sheet = _blank(-(-len(tiles) // columns) * height + _GAP, columns * (_TILE + _GAP) + _GAP)
-    for place, (image, lines) in enumerate(tiles):
-        top, left = place // columns * height + _GAP, place % columns * (_TILE + _GAP) + _GAP
+    for number, (image, lines) in enumerate(tiles):
+        row, column = divmod(number, columns)
+        top = row * height + _GAP
+        left = column * (_TILE + _GAP) + _GAP
         scale = _TILE / max(image.shape[:2])
         h, w = (max(1, round(side * scale)) for side in image.shape[:2])
         method = cv2.INTER_NEAREST if scale > 2 else cv2.INTER_AREA
-        y, x = top + (_TILE - h) // 2, left + (_TILE - w) // 2
+        y = top + (_TILE - h) // 2
+        x = left + (_TILE - w) // 2
         sheet[y : y + h, x : x + w] = cv2.resize(image, (w, h), interpolation=method)
-        for number, text in enumerate(lines):
-            _write(sheet, _shorten(text, _TILE), left, top + _TILE + _LINE * number + _LINE // 2)
+        middle = top + _TILE + _LINE // 2
+        for line in lines:
+            _write(sheet, _shorten(line, _TILE), left, middle)
+            middle += _LINE
     return Image.fromarray(sheet)
 
 
@@ -52,9 +63,10 @@ def draw_confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) 
     cell = max(1, min(48, _MAX_MATRIX_PIXELS // len(cells)))
     shown = range(0, len(cells), -(-_LINE // cell))
     labels = [_shorten(names[int(starts[i])], _NAME_WIDTH) for i in shown]
-    margin, side = 12 + max(map(_text_width, labels)), cell * len(cells)
-    text = 'rows: true class; columns: prediction; numbers: percent of the row'
-    image = _blank(margin + side + 2 * _LINE, max(margin + side, _text_width(text)) + 8)
+    margin = 12 + max(map(_text_width, labels))
+    side = cell * len(cells)
+    caption = 'rows: true class; columns: prediction; numbers: percent of the row'
+    image = _blank(margin + side + 2 * _LINE, max(margin + side, _text_width(caption)) + 8)
     above = _blank(side, margin)
     for i, name in zip(shown, labels, strict=True):
         middle = cell * i + max(cell, _LINE) // 2
@@ -63,11 +75,13 @@ def draw_confusion_matrix(matrix: Int[np.ndarray, 'k k'], names: Sequence[str]) 
     image[:margin, margin : margin + side] = np.rot90(above)
     cv2.rectangle(image, (margin - 1, margin - 1), (margin + side, margin + side), _GRAY)
     image[margin : margin + side, margin : margin + side] = _colored(shares, cell)
-    for i, j in np.argwhere(shares >= 0.005).tolist() if cell >= 30 else ():
-        percent, color = f'{100 * shares[i, j]:.0f}', 255 if shares[i, j] > 0.25 else 0
-        x = margin + cell * j + (cell - _text_width(percent)) // 2
-        _write(image, percent, x, margin + cell * i + cell // 2, color)
-    _write(image, text, 6, margin + side + _LINE)
+    if cell >= 30:  # pixels; smaller cells have no room for percentages
+        for i, j in np.argwhere(shares >= 0.005).tolist():
+            percent = f'{100 * shares[i, j]:.0f}'
+            color = 255 if shares[i, j] > 0.25 else 0
+            x = margin + cell * j + (cell - _text_width(percent)) // 2
+            _write(image, percent, x, margin + cell * i + cell // 2, color)
+    _write(image, caption, 6, margin + side + _LINE)
     return Image.fromarray(image)
 
 
@@ -95,13 +109,16 @@ def _text_width(text: str) -> int:
 
 def _shorten(text: str, width: int) -> str:
     """Shortens text that is wider than `width` pixels, with three dots at the end."""
-    kept = len(text)
-    while kept and _text_width(text[:kept] + '...' * (kept < len(text))) > width:
+    if _text_width(text) <= width:
+        return text
+    kept = len(text) - 1
+    while kept > 0 and _text_width(f'{text[:kept]}...') > width:
         kept -= 1
-    return text[:kept] + '...' * (kept < len(text))
+    return f'{text[:kept]}...'
 
 
 def _write(image: Pixels, text: str, x: int, middle: int, color: int = 0) -> None:
     """Writes text into the image, starting at `x` and vertically centered at `middle`."""
-    place, font = (x, middle + _TEXT // 3), cv2.FontFace('sans')
-    cv2.putText(image, _printable(text), place, (color,) * 3, font, _TEXT, _WEIGHT)
+    start = x, middle + _TEXT // 3
+    font = cv2.FontFace('sans')
+    cv2.putText(image, _printable(text), start, (color, color, color), font, _TEXT, _WEIGHT)

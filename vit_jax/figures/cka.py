@@ -38,20 +38,26 @@ def similarity(
     images: Images, models: Sequence[PlacedModel], choose: Callable[[ModelConfig], list[Layer]]
 ) -> Numbers:
     """Returns the numbers of `compute` for the layers that `choose` selects."""
-    chosen = [choose(model.loaded.config) for model in models]
-    grams = [gram_matrices(*pair) for pair in zip(models, chosen, strict=True)]
+    layers_of_models = [choose(model.loaded.config) for model in models]
+    gram_functions = [
+        gram_matrices(model, chosen) for model, chosen in zip(models, layers_of_models, strict=True)
+    ]
 
     def terms() -> Iterator[cka.Terms]:
         for batches in zip(*(images.batches(model) for model in models), strict=True):
-            each = [gram(batch) for gram, batch in zip(grams, batches, strict=True)]
-            stacked = jnp.concatenate(each)
+            grams = [
+                compute_grams(batch)
+                for compute_grams, batch in zip(gram_functions, batches, strict=True)
+            ]
+            stacked = jnp.concatenate(grams)
             yield compute_terms(stacked, stacked)
 
-    names = [model.name for model in models]
+    layer_names = [str(layer) for chosen in layers_of_models for layer in chosen]
+    model_names = [model.name for model in models]
     return {
         'cka': ratio(terms()),
-        'layers': np.array([str(layer) for each in chosen for layer in each]),
-        'models': np.repeat(names, [len(each) for each in chosen]),
+        'layers': np.array(layer_names),
+        'models': np.repeat(model_names, [len(chosen) for chosen in layers_of_models]),
     }
 
 
@@ -69,7 +75,7 @@ def gram_matrices(
 def ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
     """Returns CKA from the terms of all batches, summed in float64."""
     on_host = ([np.asarray(term, np.float64) for term in batch] for batch in terms)
-    total = functools.reduce(lambda one, other: [*map(np.add, one, other)], on_host)
+    total = functools.reduce(lambda left, right: [*map(np.add, left, right)], on_host)
     return np.asarray(cka.ratio(*total))
 
 
@@ -84,10 +90,13 @@ def draw(numbers: Numbers) -> style.Drawing:
     for start in starts[1:]:
         axes.axvline(start - 0.5, color='white', linewidth=3)
         axes.axhline(start - 0.5, color='white', linewidth=3)
-    room = (style.count_letters(5.2 * count / len(models)) for count in ends - starts)
-    names = [style.shorten(str(models[i]), most) for i, most in zip(starts, room, strict=True)]
+    names = []
+    for start, end in zip(starts, ends, strict=True):
+        letters = style.count_letters(5.2 * (end - start) / len(models))
+        names.append(style.shorten(str(models[start]), letters))
     middles = (starts + ends - 1) / 2
-    above, right = axes.secondary_xaxis('top'), axes.secondary_yaxis('right')
+    above = axes.secondary_xaxis('top')
+    right = axes.secondary_yaxis('right')
     above.set_xticks(middles, names)
     right.set_yticks(middles, names, rotation=90, va='center')
     for axis in above, right:
@@ -100,12 +109,15 @@ def draw(numbers: Numbers) -> style.Drawing:
 def draw_matrix(axes: Axes, values: Float[np.ndarray, 't t'], names: np.ndarray) -> None:
     """Draws a matrix of layers, with a tick at the start of blocks or units."""
     axes.imshow(values, interpolation='nearest', **style.UNIT_RANGE)
-    parts = {i: match[0] for i, name in enumerate(names) if (match := _PART.match(str(name)))}
     ticks: dict[int, str] = {}
-    for i, part in parts.items():
+    previous_part = None
+    for i, name in enumerate(names):
+        match = _PART.match(str(name))
+        part = match[0] if match is not None else None
         has_room = not ticks or (i - max(ticks)) * _MOST_TICKS >= len(names)
-        if has_room and part != parts.get(i - 1):
+        if part is not None and part != previous_part and has_room:
             ticks[i] = part
+        previous_part = part
     axes.set_xticks([*ticks], [*ticks.values()], rotation=90)
     axes.set_yticks([*ticks], [*ticks.values()])
 

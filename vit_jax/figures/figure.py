@@ -68,8 +68,8 @@ class Figure:
     @property
     def caption(self) -> str:
         """The source, how the figure is computed, and what to look for."""
-        _, _, text = self.docstring.partition(' (')
-        return ' '.join(text.replace(').', '.', 1).split())
+        _, _, after_title = self.docstring.partition(' (')
+        return ' '.join(after_title.replace(').', '.', 1).split())
 
 
 def find_figure(name: str) -> Figure:
@@ -98,7 +98,8 @@ class PlacedModel:
     @property
     def patch_size(self) -> tuple[float, float]:
         """Height and width in pixels from one token to the next."""
-        (height, width), (rows, columns) = self.loaded.config.image_size, self.loaded.config.grid
+        height, width = self.loaded.config.image_size
+        rows, columns = self.loaded.config.grid
         return height / rows, width / columns
 
     def capture(self, wanted: Mapping[str, Reduction]) -> Callable[[Batch], dict[str, Any]]:
@@ -134,11 +135,11 @@ class Images:
 
     def batches(self, model: PlacedModel, most: int | None = None) -> Iterator[Batch]:
         """Yields the used images in batches, prepared for a model."""
-        used, size = self.used_indices(most), self.batch_size
+        used = self.used_indices(most)
         sharding = meshes.batch_sharding(model.mesh)
         loader = loading.make_loader(model.reader, LoaderConfig(placement='host'), sharding)
-        batches = loading.sequential_batches(loader, used, batch_size=size)
-        return iter(self.progress(batches, len(used) // size))
+        batches = loading.sequential_batches(loader, used, batch_size=self.batch_size)
+        return iter(self.progress(batches, len(used) // self.batch_size))
 
     def capture(
         self, model: PlacedModel, wanted: Mapping[str, Reduction], most: int | None = None
@@ -177,17 +178,22 @@ def find_readable(
         return None
 
     with futures.ThreadPoolExecutor(loading.count_cores()) as pool:
-        texts = list(progress(pool.map(find_problem, indices.tolist()), len(indices)))
-    problems = [text for text in texts if text is not None]
-    none = f'none of {plural(len(indices), "image")} is readable'
-    require(len(problems) < len(indices), '; '.join([none, *problems[:1]]))
-    return indices[[text is None for text in texts]], problems
+        results = list(progress(pool.map(find_problem, indices.tolist()), len(indices)))
+    problems = [problem for problem in results if problem is not None]
+    if len(problems) == len(indices):
+        images = plural(len(indices), 'image')
+        raise UserError('; '.join([f'none of {images} is readable', *problems[:1]]))
+    is_readable = [problem is None for problem in results]
+    return indices[is_readable], problems
 
 
 def choose_batch(images: int, batch_size: int) -> tuple[int, Mesh]:
     """Returns a batch size that leaves few images over, and a mesh that divides it."""
-    size, devices = images // -(-images // batch_size), jax.devices()
-    return size, meshes.make_mesh(meshes.MeshConfig(), devices[: math.gcd(size, len(devices))])
+    num_batches = -(-images // batch_size)
+    size = images // num_batches
+    devices = jax.devices()
+    used_devices = devices[: math.gcd(size, len(devices))]
+    return size, meshes.make_mesh(meshes.MeshConfig(), used_devices)
 
 
 def put_on_devices(name: str, loaded: LoadedModel, reader: ImageReader, mesh: Mesh) -> PlacedModel:
@@ -204,6 +210,9 @@ def require_finite(images: Images, model: PlacedModel) -> None:
         return jnp.isfinite(logits).reshape(len(logits), -1).all(axis=1)
 
     flags = map(model.compile(finite), images.batches(model))
-    wrong = sum(int((~each).sum()) for each in flags)
-    advice = 'pass --figures=filters,positions, which need no images, or leave out the model'
-    require(not wrong, f'{model.name}: NaN or infinity in the logits of {wrong} images; {advice}')
+    num_invalid = sum(int((~is_finite).sum()) for is_finite in flags)
+    require(
+        num_invalid == 0,
+        f'{model.name}: NaN or infinity in the logits of {num_invalid} images; '
+        'pass --figures=filters,positions, which need no images, or leave out the model',
+    )

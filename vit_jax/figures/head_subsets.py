@@ -26,12 +26,13 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
 
     Returns `cka` (s l), the mean `distance` (s) in pixels, and the names of the `layers` (l).
     """
-    vits = [one for one in models if isinstance(one.loaded.config, ViTConfig)]
-    vits.sort(key=lambda one: one.loaded.config.backbone is not None)  # ViTs before hybrids
-    resnets = [one for one in models if isinstance(one.loaded.config, ResNetConfig)]
+    vits = [model for model in models if isinstance(model.loaded.config, ViTConfig)]
+    vits.sort(key=lambda model: model.loaded.config.backbone is not None)  # ViTs before hybrids
+    resnets = [model for model in models if isinstance(model.loaded.config, ResNetConfig)]
     if not vits or not resnets:
         raise UserError('needs a ViT and a ResNet')
-    vit, resnet = vits[0], resnets[0]
+    vit = vits[0]
+    resnet = resnets[0]
     lower = layers.output_layers(resnet.loaded.config)
     lower = lower[: max(1, len(lower) // 2)][:_MOST_LAYERS]
 
@@ -39,16 +40,18 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
         return jax.vmap(analysis.centered_gram, in_axes=2)(mixed)
 
     wanted = {'attention/weights': mean_distance(vit), 'attention/heads': grams_of_heads}
-    block0 = [{tap: x[0] for tap, x in each.items()} for each in images.capture(vit, wanted)]
-    distance = np.mean([each['attention/weights'] for each in block0], axis=0)
+    captures = list(images.capture(vit, wanted))
+    distances = [captured['attention/weights'][0] for captured in captures]  # of block 0
+    head_grams = [captured['attention/heads'][0] for captured in captures]
+    distance = np.mean(distances, axis=0)
     subsets = _windows(distance)
     resnet_grams = cka.gram_matrices(resnet, lower)
 
     def terms() -> Iterator[analysis.Terms]:
-        for each, batch in zip(block0, images.batches(resnet), strict=True):
+        for vit_grams, batch in zip(head_grams, images.batches(resnet), strict=True):
             # The Gram matrix of concatenated heads is the sum of their Gram matrices.
-            grams = jnp.einsum('sk,kij->sij', subsets, each['attention/heads'], precision='highest')
-            yield cka.compute_terms(grams, resnet_grams(batch))
+            subset_grams = jnp.einsum('sk,kij->sij', subsets, vit_grams, precision='highest')
+            yield cka.compute_terms(subset_grams, resnet_grams(batch))
 
     return {
         'cka': cka.ratio(terms()),
@@ -59,9 +62,11 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
 
 def _windows(distance: Float[np.ndarray, 'k']) -> Int[np.ndarray, 's k']:
     """Marks with 1 the heads of each window: a third of all heads, sorted by distance."""
-    order, size = np.argsort(distance), max(1, len(distance) // 3)
-    starts = range(len(distance) - size + 1)
-    return np.array([np.isin(np.arange(len(order)), order[s : s + size]) for s in starts]) * 1
+    order = np.argsort(distance)
+    heads = np.arange(len(order))
+    size = max(1, len(order) // 3)
+    starts = range(len(order) - size + 1)
+    return np.array([np.isin(heads, order[start : start + size]) for start in starts]).astype(int)
 
 
 def draw(numbers: Numbers) -> style.Drawing:

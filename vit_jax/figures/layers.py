@@ -31,13 +31,15 @@ def all_layers(config: ModelConfig) -> list[Layer]:
     layers = []
     if config.backbone is not None:
         layers = [Layer(tap) for tap in ('conv_root', 'norm_root', 'root')]
-        layers += [Layer(f'{unit}/{part}') for unit in units(config.backbone) for part in _UNIT]
+        layers += [Layer(f'{unit}/{tap}') for unit in units(config.backbone) for tap in _UNIT]
     if isinstance(config, ResNetConfig):
         return layers
     layers.append(Layer('embedding'))
     taps = [tap for tap in _BLOCK if not (config.parallel and tap == 'norm2')]
     layers += [Layer(tap, block) for block in range(config.depth) for tap in taps]
-    return layers + ([Layer('norm')] if config.final_norm == 'before_pool' else [])
+    if config.final_norm == 'before_pool':
+        layers.append(Layer('norm'))
+    return layers
 
 
 def output_layers(config: ModelConfig) -> list[Layer]:
@@ -49,8 +51,11 @@ def output_layers(config: ModelConfig) -> list[Layer]:
 
 def units(backbone: Backbone) -> list[str]:
     """Lists the names of the units of a ResNet."""
-    counts = enumerate(backbone.blocks, start=1)
-    return [f'stage{s}/unit{unit}' for s, count in counts for unit in range(1, count + 1)]
+    return [
+        f'stage{stage}/unit{unit}'
+        for stage, count in enumerate(backbone.blocks, start=1)
+        for unit in range(1, count + 1)
+    ]
 
 
 def same_reduction(layers: Sequence[Layer], reduction: Reduction) -> dict[str, Reduction]:

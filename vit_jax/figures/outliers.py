@@ -16,7 +16,8 @@ from vit_jax.figures import style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ViTConfig
 
-_FACTOR, _SHOWN = 4, 4  # outlier limit, in medians; number of photos
+_FACTOR = 4  # outlier limit, in medians
+_SHOWN = 4  # number of photos
 _KINDS = 'patches', 'class token', 'registers'
 _LINES = {'median': '-', '99 %': '--', 'maximum': ':'}
 
@@ -35,11 +36,11 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
     wanted = {'tokens': lambda x: jnp.linalg.norm(x.astype(jnp.float32), axis=-1)}
     for i, model in enumerate(vits):
         ends = model.vit.num_class_tokens, model.vit.num_prefix_tokens
-        norms = [each['tokens'] for each in images.capture(model, wanted)]
-        cls, registers, patches = np.split(np.concatenate(norms, axis=1), ends, axis=2)  # l b n
-        for kind, values in zip(_KINDS, (patches, cls, registers), strict=True):
-            if values.size:
-                numbers[f'{kind}{i}'] = np.quantile(values, (0.5, 0.99, 1), axis=(1, 2))
+        batches = [captured['tokens'] for captured in images.capture(model, wanted)]
+        cls, registers, patches = np.split(np.concatenate(batches, axis=1), ends, axis=2)  # l b n
+        for kind, norms in zip(_KINDS, (patches, cls, registers), strict=True):
+            if norms.size:
+                numbers[f'{kind}{i}'] = np.quantile(norms, (0.5, 0.99, 1), axis=(1, 2))
         outliers = patches[-1] > _FACTOR * np.median(patches[-1])
         numbers[f'outliers{i}'] = outliers.reshape(-1, *model.vit.grid)
         numbers[f'photos{i}'] = images.first_images(model, min(_SHOWN, len(outliers)))

@@ -20,16 +20,19 @@ from vit_jax.models import ResNetConfig
 def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns `ratio` and `cosine` (kinds l), the `kinds`, and the names of the `layers` (l)."""
     config = model.loaded.config
-    prefix = class_tokens = 0
+    prefix = 0
+    class_tokens = 0
     if isinstance(config, ResNetConfig):
         names = layers.units(config.backbone)
         if not names:
             raise UserError('the ResNet has no residual units, only the root')
-        taps, kinds = [f'{unit}/residual' for unit in names], ['units']
+        taps = [f'{unit}/residual' for unit in names]
+        kinds = ['units']
     else:
         names = [f'block{block}' for block in range(config.depth)]
         taps = ['attention/residual', 'mlp/residual']
-        prefix, class_tokens = config.num_prefix_tokens, config.num_class_tokens
+        prefix = config.num_prefix_tokens
+        class_tokens = config.num_class_tokens
         tokens = ['patches', 'class token'] if class_tokens else ['tokens']
         kinds = [f'{branch}, {token}' for branch in ('attention', 'MLP') for token in tokens]
 
@@ -37,16 +40,22 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
         skip, branch = pair
         both = jnp.stack([norm_ratio(skip, branch), cosine(branch, skip + branch)])
         both = both.reshape(2, len(skip), -1)  # places of a feature map as tokens
-        parts = [both[..., prefix:]] + ([both[..., :class_tokens]] if class_tokens else [])
-        return jnp.stack([part.mean(axis=(1, 2)) for part in parts])
+        groups = [both[..., prefix:]]
+        if class_tokens:
+            groups.append(both[..., :class_tokens])
+        return jnp.stack([group.mean(axis=(1, 2)) for group in groups])
 
     captures = list(images.capture(model, dict.fromkeys(taps, measure)))
-    means = [np.mean([each[tap] for each in captures], axis=0) for tap in taps]
+    means = [np.mean([captured[tap] for captured in captures], axis=0) for tap in taps]
     if isinstance(config, ResNetConfig):
         means = [np.stack(means)]
     pairs = np.concatenate(means, axis=1).swapaxes(0, 1)  # kinds l 2
-    values = {'ratio': pairs[..., 0], 'cosine': pairs[..., 1]}
-    return values | {'kinds': np.array(kinds), 'layers': np.array(names)}
+    return {
+        'ratio': pairs[..., 0],
+        'cosine': pairs[..., 1],
+        'kinds': np.array(kinds),
+        'layers': np.array(names),
+    }
 
 
 def draw(numbers: Numbers) -> style.Drawing:

@@ -16,12 +16,14 @@ from vit_jax.figures import style
 from vit_jax.figures.attention_maps import average_pooled_tokens
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 
-_SHOWN, _PAIRS = 6, 2  # images; image pairs per row
+_SHOWN = 6  # images
+_PAIRS = 2  # image pairs per row
 
 
 def compute(images: Images, model: PlacedModel) -> Numbers:
     """Returns the first `images` (b h w 3) in [0, 1], and their `relevance` (b rows columns)."""
-    config, prefix = model.vit, model.vit.num_prefix_tokens
+    config = model.vit
+    prefix = config.num_prefix_tokens
     skips = [block not in config.blocks_without_skips for block in range(config.depth)]
 
     @jax.jit
@@ -35,14 +37,16 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     wanted = {'attention/weights': lambda weights: weights.mean(axis=1)}
     if config.pool == 'map':
         wanted['pool/attention/weights'] = lambda weights: weights.mean(axis=(1, 2))
-    batches = [np.asarray(relevance(each)) for each in images.capture(model, wanted, _SHOWN)]
+    captures = images.capture(model, wanted, _SHOWN)
+    batches = [np.asarray(relevance(captured)) for captured in captures]
     shown = np.concatenate(batches)[:_SHOWN].reshape(-1, *config.grid)
     return {'images': images.first_images(model, len(shown)), 'relevance': shown}
 
 
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws each image, and a gray copy overlaid with the relevance of its patches."""
-    images, relevance = numbers['images'], style.divide_by_max(numbers['relevance'])
+    images = numbers['images']
+    relevance = style.divide_by_max(numbers['relevance'])
     height, width = images.shape[1:3]
     title = 'Attention rollout: contribution of each patch to the output'
     rows = -(-len(images) // _PAIRS)

@@ -24,14 +24,20 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
     """
     complete = [model for model in models if not _removed(model)]
     cut = [model for model in models if _removed(model)]
-    pairs = [(one, other) for other in complete for one in cut if _body(one) == _body(other)]
+    pairs = [
+        (model, reference)
+        for reference in complete
+        for model in cut
+        if _body(model) == _body(reference)
+    ]
     if not pairs:
         raise UserError(
             'needs a model that was trained with config.model.blocks_without_skips, and a model of '
             'the same architecture that has all skip connections'
         )
-    reference = pairs[0][1]
-    compared = [one for one, other in pairs if other is reference] + [reference]
+    _, reference = pairs[0]
+    compared = [model for model, other in pairs if other is reference]
+    compared.append(reference)
     chosen = layers.all_layers(reference.loaded.config)
     # The first norm of a block is before its skip connections.
     blocks = [None if layer.tap == 'norm1' else layer.block for layer in chosen]
@@ -39,7 +45,7 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
         'cka': np.stack([cka.compute(images, model)['cka'] for model in compared]),
         'names': np.array([model.name for model in compared]),
         'layers': np.array([str(layer) for layer in chosen]),
-        'removed': np.array([[block in _removed(one) for block in blocks] for one in compared]),
+        'removed': np.array([[block in _removed(model) for block in blocks] for model in compared]),
     }
 
 
@@ -50,9 +56,9 @@ def _removed(model: PlacedModel) -> tuple[int, ...]:
 def _body(model: PlacedModel) -> ModelConfig:
     """Returns the architecture without head, with skip connections in all blocks."""
     body = remove_head(model.loaded.config)
-    return (
-        dataclasses.replace(body, blocks_without_skips=()) if isinstance(body, ViTConfig) else body
-    )
+    if isinstance(body, ViTConfig):
+        return dataclasses.replace(body, blocks_without_skips=())
+    return body
 
 
 def draw(numbers: Numbers) -> style.Drawing:
@@ -61,10 +67,10 @@ def draw(numbers: Numbers) -> style.Drawing:
     title = 'CKA of all layers; the dashed lines enclose a block without skip connections'
     drawing = style.canvas(6.0 * count, 6.5, title)
     panels = drawing.subplots(1, count)
-    for axes, values, name, removed in zip(
+    for axes, similarity, name, removed in zip(
         panels, numbers['cka'], numbers['names'].tolist(), numbers['removed'], strict=True
     ):
-        cka.draw_matrix(axes, values, numbers['layers'])
+        cka.draw_matrix(axes, similarity, numbers['layers'])
         axes.set_title(style.shorten(name, 48))
         for edge in np.flatnonzero(np.diff(removed, prepend=False)):
             axes.axvline(edge - 0.5, color=style.COLORS[1], linestyle='--')
@@ -76,15 +82,16 @@ def draw(numbers: Numbers) -> style.Drawing:
 def finding(numbers: Numbers) -> str:
     """Returns the mean CKA of layers on different sides of the first cut block, and on one side."""
     cut = int(numbers['removed'].any(axis=0).argmax())
-    before = np.arange(len(numbers['layers'])) < cut
-    same = np.equal.outer(before, before)
-    others = ~np.eye(len(before), dtype=bool)
-    means = [
-        f'{name} {np.nanmean(values[~same]):.2f} ({np.nanmean(values[same & others]):.2f})'
-        for name, values in zip(numbers['names'].tolist(), numbers['cka'], strict=True)
-    ]
-    where = numbers['layers'][cut]
-    return f'Mean CKA of layers before {where} with the rest (within a part): {", ".join(means)}.'
+    is_before = np.arange(len(numbers['layers'])) < cut
+    same_side = np.equal.outer(is_before, is_before)
+    same_layer = np.eye(len(is_before), dtype=bool)
+    means = []
+    for name, similarity in zip(numbers['names'].tolist(), numbers['cka'], strict=True):
+        across = np.nanmean(similarity[~same_side])
+        within = np.nanmean(similarity[same_side & ~same_layer])
+        means.append(f'{name} {across:.2f} ({within:.2f})')
+    layer = numbers['layers'][cut]
+    return f'Mean CKA of layers before {layer} with the rest (within a part): {", ".join(means)}.'
 
 
 FIGURE = Figure(__doc__, compute, draw, finding, compares_models=True)

@@ -23,9 +23,11 @@ P = ParamSpec('P')
 Drawing = Figure  # `figure.Figure` is another class
 
 # Safe for color-blind readers; line colors by Okabe and Ito.
-SEQUENTIAL, DIVERGING = 'viridis', 'PuOr'
+SEQUENTIAL = 'viridis'
+DIVERGING = 'PuOr'
 COLORS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#000000', '#56B4E9', '#E69F00')
-MARKERS, DASHES = 'osD^vP*X', ('-', '--', ':', '-.')
+MARKERS = 'osD^vP*X'
+DASHES = ('-', '--', ':', '-.')
 UNIT_RANGE: dict[str, Any] = {'cmap': SEQUENTIAL, 'vmin': 0, 'vmax': 1}  # options of imshow
 
 SETTINGS: dict[str, Any] = {
@@ -76,8 +78,8 @@ def panels(
     """Returns a drawing with a grid of panels without axes, of this size in inches, and a title."""
     drawing = canvas(width * columns + 1.2, height * rows + 0.8, title)
     axes = drawing.subplots(rows, columns, squeeze=False)
-    for one in axes.flat:
-        one.set_axis_off()
+    for panel in axes.flat:
+        panel.set_axis_off()
     return drawing, axes
 
 
@@ -89,9 +91,10 @@ def count_letters(inches: float) -> int:
 def shorten(name: str, most: int) -> str:
     """Shortens a name to at most `most` characters, by removing its middle."""
     most = max(3, most)
-    return (
-        name if len(name) <= most else f'{name[: most // 2]}…{name[len(name) - (most - 1) // 2 :]}'
-    )
+    if len(name) <= most:
+        return name
+    end = len(name) - (most - 1) // 2
+    return f'{name[: most // 2]}…{name[end:]}'
 
 
 def evenly(count: int, most: int) -> list[int]:

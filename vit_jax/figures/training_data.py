@@ -20,7 +20,7 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
     """
     first, *others = models
     body = remove_head(first.loaded.config)
-    compared = [one for one in others if remove_head(one.loaded.config) == body]
+    compared = [model for model in others if remove_head(model.loaded.config) == body]
     if not compared:
         raise UserError(
             f'needs another model with the architecture of {first.name}, the first CHECKPOINT'

@@ -33,9 +33,9 @@ class Grid(Record):
             require(bool(values), f'axes.{axis}: expected at least one value')
             for name in (axis, *values):
                 _require_name(f'axes.{axis}', name)
-        last = [*self.axes.values()][-1] if self.axes else {}
+        last_axis = [*self.axes.values()][-1] if self.axes else {}
         for name, averaged in self.means.items():
-            unknown = {*averaged} - {*last}
+            unknown = {*averaged} - {*last_axis}
             require(not unknown, f'means.{name}: got {unknown}; expected values of the last axis')
 
 
@@ -66,28 +66,34 @@ class Study(Record):
     def check(self) -> None:
         require(bool(self.grids), 'grids: expected at least one grid')
         require_between(self, 'seeds', low=0, below=2**32)
-        distinct = len({*self.seeds}) == len(self.seeds) > 0
-        require(distinct, f'seeds={self.seeds}: expected one or more distinct seeds')
+        require(
+            bool(self.seeds) and len({*self.seeds}) == len(self.seeds),
+            f'seeds={self.seeds}: expected one or more distinct seeds',
+        )
         seed = self.base.seed
         require(seed == TrainConfig.seed, f'base.seed={seed}: set `seeds` of the study instead')
         earlier: list[str | None] = [None]
         for name, grid in self.grids.items():
             _require_name('grids', name)
-            where = f'grids.{name}.start_from={grid.start_from!r}'
-            require(grid.start_from in earlier, f'{where}: expected one of {earlier}')
+            require(
+                grid.start_from in earlier,
+                f'grids.{name}.start_from={grid.start_from!r}: expected one of {earlier}',
+            )
             earlier.append(name)
         if self.draw is not None:
             grids = self.grids.values()
             measures = {measure for grid in grids for measure in grid.measures}
             axes = {axis for grid in grids for axis in grid.axes}
             means = {None, *(name for grid in grids for name in grid.means)}
-            checks: dict[str, set[Any]] = {'x': axes | {COMPUTE}, 'y': measures, 'mean': means}
-            for name, values in checks.items():
-                value = getattr(self.draw, name)
-                require(value in values, f'draw.{name}={value!r}: expected one of {values}')
+            allowed: dict[str, set[Any]] = {'x': axes | {COMPUTE}, 'y': measures, 'mean': means}
+            for field, choices in allowed.items():
+                value = getattr(self.draw, field)
+                require(value in choices, f'draw.{field}={value!r}: expected one of {choices}')
 
 
 def _require_name(where: str, name: str) -> None:
     """Raises UserError unless the name can be part of a folder name."""
-    fits = re.fullmatch(r'[\w+%@=-][\w.+%@=-]{0,63}', name) is not None
-    require(fits, f'{where}: {name!r}: expected 1 to 64 letters, digits or any of _.+%@=-')
+    require(
+        re.fullmatch(r'[\w+%@=-][\w.+%@=-]{0,63}', name) is not None,
+        f'{where}: {name!r}: expected 1 to 64 letters, digits or any of _.+%@=-',
+    )

@@ -51,20 +51,30 @@ def read_histories(paths: Sequence[str]) -> list[History]:
 
 def read_history(folder: Path, name: str) -> History:
     """Reads the history of a work directory. Raises UserError if no run was started in it."""
-    metrics, config = folder / workdirs.METRICS, folder / workdirs.CONFIG
-    if not metrics.exists() and not config.exists():
-        raise UserError(f'{folder}: has no {metrics.name}; expected a work directory')
-    lines = files.read_json_lines(metrics, kind=str, step=int)
-    values: dict[str, Any] = {}
-    if config.exists():
-        with usable(config, 'the configuration of a run'):
-            values = read_config(config)
+    metrics_file = folder / workdirs.METRICS
+    config_file = folder / workdirs.CONFIG
+    if not metrics_file.exists() and not config_file.exists():
+        raise UserError(f'{folder}: has no {metrics_file.name}; expected a work directory')
+    lines = files.read_json_lines(metrics_file, kind=str, step=int)
+    config: dict[str, Any] = {}
+    if config_file.exists():
+        with usable(config_file, 'the configuration of a run'):
+            config = read_config(config_file)
     events = reporter.read_events(folder / workdirs.EVENTS)
-    seconds, event = reporter.sum_seconds(events), events[-1]['event'] if events else ''
-    changes = [(e['step'], change) for e in events for change in e.get('changes', ())]
-    ends = [event['step'] for event in events if event['step'] is not None]
-    step = max([line['step'] for line in lines] + ends[-1:], default=0)
-    return History(name, folder, values, lines, _numbers(lines), seconds, step, event, changes)
+    changes = [(event['step'], change) for event in events for change in event.get('changes', ())]
+    line_steps = [line['step'] for line in lines]
+    event_steps = [event['step'] for event in events if event['step'] is not None]
+    return History(
+        name=name,
+        folder=folder,
+        config=config,
+        lines=lines,
+        numbers=_numbers(lines),
+        seconds=reporter.sum_seconds(events),
+        step=max(line_steps + event_steps[-1:], default=0),
+        event=events[-1]['event'] if events else '',
+        changes=changes,
+    )
 
 
 def _numbers(lines: Sequence[dict[str, Any]]) -> Numbers:

@@ -75,20 +75,25 @@ def check_autoencoder(model: ModelConfig, config: MaskedAutoencoder) -> None:
                 f'config.model.{name}={value}: not used by config.objective; leave it out'
             )
     if model.pool == 'map':
-        wrong = 'config.model.pool=map: config.objective does not train its attention'
-        raise UserError(f'{wrong}; set pool to cls or gap')
+        raise UserError(
+            'config.model.pool=map: config.objective does not train its attention; '
+            'set pool to cls or gap'
+        )
     if model.positions == 'relative':
         raise UserError('config.model.positions=relative: not supported with config.objective')
     patches = math.prod(model.grid)
     visible = config.num_visible(patches)
     if not 0 < visible < patches:
-        wrong = f'config.objective.fraction={config.fraction:g}: {visible} of {patches} patches'
-        raise UserError(f'{wrong} are visible; expected at least one, and fewer than {patches}')
+        raise UserError(
+            f'config.objective.fraction={config.fraction:g}: {visible} of {patches} patches are '
+            f'visible; expected at least one, and fewer than {patches}'
+        )
 
 
 def _build_decoder(config: TrainConfig, model: Model) -> Decoder:
     """Builds the decoder for the patches of a model, with fixed positions."""
-    objective, encoder = config.objective, model.config
+    objective = config.objective
+    encoder = model.config
     assert isinstance(objective, MaskedAutoencoder) and isinstance(encoder, ViTConfig)
     blocks = ViTConfig(
         image_size=encoder.image_size,
@@ -131,7 +136,8 @@ def make_autoencoder_sums(
     """
     architecture = model.config
     assert isinstance(architecture, ViTConfig)
-    grid, patch_size = architecture.grid, architecture.patch_size
+    grid = architecture.grid
+    patch_size = architecture.patch_size
     visible = config.num_visible(math.prod(grid))
 
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:

@@ -53,9 +53,10 @@ class FromTeacher(Task):
         problems = self.labels.check_data(config, train, evaluated)
         kind = config.distillation.kind
         if train.multi_label and kind != 'features':
-            text = f'images may have several classes, which kind={kind} does not support'
-            advice = 'pass --config.distillation.kind=features'
-            problems.append(f'{records.text_of(config.data)}: {text}; {advice}')
+            problems.append(
+                f'{records.text_of(config.data)}: images may have several classes, which '
+                f'kind={kind} does not support; pass --config.distillation.kind=features'
+            )
         return problems
 
     def adapt_stored_model(self, model: ModelConfig) -> ModelConfig:
@@ -111,20 +112,25 @@ def load_teacher(
       UserError: If the teacher cannot be loaded, or has other classes or another digest.
     """
     assert config.teacher is not None
-    where, has_head = 'config.distillation', config.kind != 'features'
+    has_head = config.kind != 'features'
     try:
         teacher = load(config.teacher, num_classes='keep' if has_head else None)
         if has_head:
             teacher.require_classes(class_names)
     except NeedsHint as error:
-        advice = 'write another file with vit_jax.convert, and use it as the teacher'
-        raise UserError(f'{where}.teacher: {error} ({advice})') from error
+        raise UserError(
+            f'config.distillation.teacher: {error} '
+            '(write another file with vit_jax.convert, and use it as the teacher)'
+        ) from error
     except UserError as error:
-        raise UserError(f'{where}.teacher={remote.redact(config.teacher)}: {error}') from error
+        path = remote.redact(config.teacher)
+        raise UserError(f'config.distillation.teacher={path}: {error}') from error
     digest = digest_model(teacher.config, teacher.params, teacher.preprocessing)
     if config.digest not in (None, digest):
-        wrong = f'{where}.digest: the teacher has {digest}; expected {config.digest}'
-        raise UserError(f'{wrong}; use the same teacher, or set digest=none')
+        raise UserError(
+            f'config.distillation.digest: the teacher has {digest}; expected {config.digest}; '
+            'use the same teacher, or set digest=none'
+        )
     path = remote.redact(config.teacher)
     return dataclasses.replace(config, teacher=path, digest=digest), teacher
 
@@ -168,17 +174,25 @@ def _check_models(config: Distillation, student: ModelConfig, teacher: ModelConf
     """Raises UserError if a model does not fit the kind of distillation."""
     pool = getattr(student, 'pool', None)
     if 'token' in config.kind and pool != 'cls_dist':
-        wrong = f'config.distillation.kind={config.kind}: the model has no distillation token'
-        raise UserError(f'{wrong}; expected model.pool=cls_dist')
+        raise UserError(
+            f'config.distillation.kind={config.kind}: the model has no distillation token; '
+            'expected model.pool=cls_dist'
+        )
     if config.kind == 'features' and pool == 'none':
-        wrong = 'config.distillation.kind=features: model.pool=none has features per token'
-        raise UserError(f'{wrong}; expected a pooled model, such as model.pool=gap')
+        raise UserError(
+            'config.distillation.kind=features: model.pool=none has features per token; '
+            'expected a pooled model, such as model.pool=gap'
+        )
     if getattr(teacher, 'pool', None) == 'none':
-        wrong = 'config.distillation.teacher: a model with pool=none has outputs per token'
-        raise UserError(f'{wrong}; use a teacher with another pool')
+        raise UserError(
+            'config.distillation.teacher: a model with pool=none has outputs per token; '
+            'use a teacher with another pool'
+        )
     if teacher.channels != student.channels:
-        wrong = f'config.distillation.teacher: the teacher takes {teacher.channels} channels'
-        raise UserError(f'{wrong}; use a teacher with {student.channels}, like the model')
+        raise UserError(
+            f'config.distillation.teacher: the teacher takes {teacher.channels} channels; '
+            f'use a teacher with {student.channels}, like the model'
+        )
 
 
 def make_distillation_sums(
@@ -218,15 +232,18 @@ def make_distillation_sums(
         heads = apply_heads(student.config, params['head'], features)
         logits = jnp.stack(heads).mean(axis=0)
         targets = make_targets(batch['labels'], logits.shape[-1])
-        task_logits, outputs = heads if 'token' in config.kind else (logits, logits)
-        if config.kind == 'features':
+        task_logits = logits
+        outputs = logits
+        if 'token' in config.kind:
+            task_logits, outputs = heads
+        elif config.kind == 'features':
             projection = params[TASK][PROJECTION]
             outputs = features @ projection['kernel'] + projection['bias']
-        task = loss(task_logits, targets)
+        task_loss = loss(task_logits, targets)
         distance = distillation_loss(config, outputs, teacher_outputs(frozen, batch['images']))
-        total = config.task_weight * task + (1 - config.task_weight) * distance
-        values = {'loss': total, 'task_loss': task, 'distillation_loss': distance}
-        return sum_examples(values | example_metrics(logits, targets), batch['mask'])
+        total = config.task_weight * task_loss + (1 - config.task_weight) * distance
+        losses = {'loss': total, 'task_loss': task_loss, 'distillation_loss': distance}
+        return sum_examples(losses | example_metrics(logits, targets), batch['mask'])
 
     return loss_sums
 
@@ -237,8 +254,10 @@ def distillation_loss(
     """Computes the distillation loss of each example from logits, or from features."""
     match config.kind:
         case 'kl' | 'token_kl':
-            logs = (jax.nn.log_softmax(z / config.temperature) for z in (outputs, teacher_outputs))
-            return config.temperature**2 * optax.losses.kl_divergence_with_log_targets(*logs)
+            predicted = jax.nn.log_softmax(outputs / config.temperature)
+            expected = jax.nn.log_softmax(teacher_outputs / config.temperature)
+            divergence = optax.losses.kl_divergence_with_log_targets(predicted, expected)
+            return config.temperature**2 * divergence
         case 'hard' | 'token':
             labels = teacher_outputs.argmax(axis=-1)
             return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)

@@ -68,32 +68,47 @@ def configure_for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfi
     if not isinstance(model, ViTConfig):
         raise UserError('config.objective: expected a ViT or a hybrid, got a ResNet')
     for name in ('num_classes', 'representation_size', 'head', 'head_bias'):
-        wrong = f'config.model.{name}={getattr(model, name)}: not used by config.objective'
-        is_default = getattr(model, name) == getattr(ViTConfig(), name)
-        records.require(is_default, f'{wrong}; leave it out')
-    wrong = 'config.model.pool=map: config.objective does not train its attention'
-    records.require(model.pool != 'map', f'{wrong}; set pool to cls or gap')
+        value = getattr(model, name)
+        records.require(
+            value == getattr(ViTConfig(), name),
+            f'config.model.{name}={value}: not used by config.objective; leave it out',
+        )
+    records.require(
+        model.pool != 'map',
+        'config.model.pool=map: config.objective does not train its attention; '
+        'set pool to cls or gap',
+    )
     patches = math.prod(model.grid)
-    wrong = f'config.objective.fraction={config.fraction:g}: no patch of {patches} is corrupted'
-    records.require(config.num_corrupted(patches) > 0, f'{wrong}; set a larger fraction')
+    records.require(
+        config.num_corrupted(patches) > 0,
+        f'config.objective.fraction={config.fraction:g}: no patch of {patches} is corrupted; '
+        'set a larger fraction',
+    )
     outputs = _outputs_per_patch(model, config.target)
-    wrong = f'config.model.patch_outputs={model.patch_outputs}: expected {outputs}'
-    records.require(model.patch_outputs in (None, outputs), f'{wrong}; leave it out')
+    records.require(
+        model.patch_outputs in (None, outputs),
+        f'config.model.patch_outputs={model.patch_outputs}: expected {outputs}; leave it out',
+    )
     return dataclasses.replace(model, patch_outputs=outputs)
 
 
 def _outputs_per_patch(model: ViTConfig, target: Target) -> int:
     """Returns the number of outputs per patch."""
-    (height, width), (rows, columns) = model.patch_size_in_pixels, model.grid
+    height, width = model.patch_size_in_pixels
+    rows, columns = model.grid
+    image_height, image_width = model.image_size
     size = f'patches of {height}x{width} pixels'
-    is_inside = rows * height <= model.image_size[0] and columns * width <= model.image_size[1]
-    wrong = f'config.model.image_size={model.image_size}: {size} extend beyond the image'
-    records.require(is_inside, wrong)
+    records.require(
+        rows * height <= image_height and columns * width <= image_width,
+        f'config.model.image_size={model.image_size}: {size} extend beyond the image',
+    )
     if target == 'pixels':
         return height * width * model.channels
     cells = _CELLS[target]
-    fits = height % cells == 0 == width % cells
-    records.require(fits, f'config.objective.target={target}: {size} are not divisible by {cells}')
+    records.require(
+        height % cells == 0 and width % cells == 0,
+        f'config.objective.target={target}: {size} are not divisible by {cells}',
+    )
     return cells**2 * NUM_COLORS
 
 
@@ -133,11 +148,11 @@ def make_patch_loss_sums(
         else:
             metrics = color_metrics(outputs, mean_colors(cut(images), _CELLS[config.target]))
         count = config.num_corrupted(patches)
-        values = {
-            name: jnp.where(corrupted, value, 0).sum(axis=1) / count
-            for name, value in metrics.items()
+        means = {
+            name: jnp.where(corrupted, of_patches, 0).sum(axis=1) / count
+            for name, of_patches in metrics.items()
         }
-        return sum_examples(values, batch['mask'])
+        return sum_examples(means, batch['mask'])
 
     return loss_sums
 
@@ -167,8 +182,8 @@ def mean_colors(patches: Num[Array, 'b n p q c'], cells: int) -> Int[Array, 'b n
     Pixels are from 0 to 255, class numbers from 0 to 511: 3 bits each of red, green and blue.
     """
     batch, n, p, q, channels = patches.shape
-    parts = patches.reshape(batch, n, cells, p // cells, cells, q // cells, channels)
-    means = parts.astype(jnp.float32).mean(axis=(3, 5)).reshape(batch, n, cells**2, channels)
+    split = patches.reshape(batch, n, cells, p // cells, cells, q // cells, channels)
+    means = split.astype(jnp.float32).mean(axis=(3, 5)).reshape(batch, n, cells**2, channels)
     levels = jnp.clip(jnp.floor(means * (_LEVELS / 256)), 0, _LEVELS - 1).astype(jnp.int32)
     return (levels * jnp.array([_LEVELS**2, _LEVELS, 1])).sum(axis=-1)
 
@@ -181,5 +196,7 @@ def color_metrics(
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, colors)
     rows = logits.reshape(-1, NUM_COLORS)
     metrics = example_metrics(rows, jax.nn.one_hot(colors.reshape(-1), NUM_COLORS))
-    cells = {name: value.reshape(colors.shape) for name, value in metrics.items()}
-    return {name: value.mean(axis=-1) for name, value in ({'loss': losses} | cells).items()}
+    means = {'loss': losses.mean(axis=-1)}
+    for name, of_cells in metrics.items():
+        means[name] = of_cells.reshape(colors.shape).mean(axis=-1)
+    return means

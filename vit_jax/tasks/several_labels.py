@@ -29,8 +29,10 @@ class SeveralLabels(SingleLabel):
         assert isinstance(config.loss, losses.LossConfig)
         if config.loss.kind != 'softmax':
             return []
-        text = 'images may have several classes, which the softmax loss does not support'
-        return [f'{records.text_of(config.data)}: {text}; pass --config.loss.kind=sigmoid']
+        return [
+            f'{records.text_of(config.data)}: images may have several classes, which the softmax '
+            'loss does not support; pass --config.loss.kind=sigmoid'
+        ]
 
     def eval_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
         loss = losses.make_loss(config.loss)

@@ -31,8 +31,11 @@ class SingleLabel(Task):
         self, config: TrainConfig, train: Source, evaluated: Mapping[str, Source]
     ) -> list[str]:
         data = records.text_of(config.data)
-        others = [name for name, one in evaluated.items() if one.class_names != train.class_names]
-        problems = [f'{data}: the class names of train and {name} differ' for name in others]
+        problems = [
+            f'{data}: the class names of train and {name} differ'
+            for name, source in evaluated.items()
+            if source.class_names != train.class_names
+        ]
         if isinstance(config.loss, losses.LossConfig):  # a loss of the user may need one class
             problems += self.check_classes(config, train)
         return problems
@@ -50,9 +53,11 @@ class SingleLabel(Task):
     def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
         classes = self.num_classes
         if model.num_classes not in (None, classes):
-            text = f'{records.text_of(config.data)} has {plural(classes, "class")}'
-            wrong = f'config.model.num_classes={model.num_classes}: {text}'
-            raise UserError(f'{wrong}; expected none or {classes}')
+            raise UserError(
+                f'config.model.num_classes={model.num_classes}: '
+                f'{records.text_of(config.data)} has {plural(classes, "class")}; '
+                f'expected none or {classes}'
+            )
         return dataclasses.replace(model, num_classes=classes, head=config.head or model.head)
 
     def train_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:

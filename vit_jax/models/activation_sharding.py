@@ -12,7 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from vit_jax.base import Array, Float
 
-_BATCH, _HEADS = ('data', 'fsdp'), ('tensor',)
+# Mesh axes that shard the batch, and the attention heads.
+_BATCH = ('data', 'fsdp')
+_HEADS = ('tensor',)
 
 
 def keep_sharded(x: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
@@ -42,7 +44,8 @@ def map_shards(
     if mesh is None:
         return function(*arrays)
     batch, _, heads, _ = arrays[0].shape
-    batch_axes, head_axes = _split_over(mesh, _BATCH, batch), _split_over(mesh, _HEADS, heads)
+    batch_axes = _split_over(mesh, _BATCH, batch)
+    head_axes = _split_over(mesh, _HEADS, heads)
     spec = PartitionSpec(batch_axes, None, head_axes, None)
     sharded = jax.shard_map(function, in_specs=spec, out_specs=spec, check_vma=False)
     return sharded(*arrays)

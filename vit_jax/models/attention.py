@@ -21,7 +21,8 @@ Implementation = Literal['xla', 'blockwise', 'cudnn', 'splash']
 LONG_SEQUENCE = 1024  # number of tokens above which `auto` avoids an array of attention weights
 SAVED = 'attention'  # checkpoint_name of the output, for rematerialization policies
 _MAX_QUERIES = 256  # largest number of queries per block of `blockwise`
-_LANES, _MAX_BLOCK = 128, 1024  # splash: lanes of a TPU vector register, and the largest block size
+_LANES = 128  # of a TPU vector register (splash)
+_MAX_BLOCK = 1024  # largest block size of splash
 _INTERPRET = False  # True runs the TPU kernel in an interpreter (tests on CPUs)
 
 
@@ -119,7 +120,8 @@ def _(scale: float, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tupl
 
     dm = d(sum_j w_j v_j / s) = (sum_j w_j (v_j dl_j + dv_j) - m sum_j w_j dl_j) / s.
     """
-    (query, key, value, bias), (d_query, d_key, d_value, d_bias) = primals, tangents
+    query, key, value, bias = primals
+    d_query, d_key, d_value, d_bias = tangents
     output, weights, total = _attention_parts(query, key, value, bias, scale)
     d_logits = jnp.einsum('bqhk,bnhk->bhqn', d_query, key)
     d_logits += jnp.einsum('bqhk,bnhk->bhqn', query, d_key)

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base import Record, is_off, require, require_between
+from vit_jax.base import Record, UserError, is_off, require_between
 from vit_jax.models.attention import LONG_SEQUENCE, SAVED, Implementation, supports_cudnn
 from vit_jax.models.config import ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.positions import RELATIVE
@@ -66,15 +66,17 @@ class Regularization(Record):
         """Raises UserError if PatchDropout is on and the model does not support it."""
         if self.patch_dropout == 0:
             return
-        wrong = f'regularization.patch_dropout={self.patch_dropout:g}: not supported with'
-        instead = 'set it to 0'
-        predicts = f'{wrong} patch_outputs (config.objective), which predicts all patches'
-        require(model.patch_outputs is None, f'{predicts}; {instead}')
-        offsets = f'{wrong} positions={model.positions}, whose offsets need all patches'
-        require(model.positions not in RELATIVE, f'{offsets}; {instead}')
+        field = f'regularization.patch_dropout={self.patch_dropout:g}'
+        if model.patch_outputs is not None:
+            reason = 'patch_outputs (config.objective), which predicts all patches'
+            raise UserError(f'{field}: not supported with {reason}; set it to 0')
+        if model.positions in RELATIVE:
+            reason = f'positions={model.positions}, whose offsets need all patches'
+            raise UserError(f'{field}: not supported with {reason}; set it to 0')
         patches = model.num_tokens - model.num_prefix_tokens
-        none = f'regularization.patch_dropout={self.patch_dropout:g}: keeps no patch of {patches}'
-        require(self.num_kept(patches) > 0, f'{none}; expected at least one; set a smaller rate')
+        if self.num_kept(patches) == 0:
+            expected = 'expected at least one; set a smaller rate'
+            raise UserError(f'{field}: keeps no patch of {patches}; {expected}')
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -151,53 +153,66 @@ def resolve_compute(
     """
     platform = 'gpu' if platform in ('cuda', 'rocm') else platform
     regularization = regularization or Regularization()
-    compute = _set_auto(compute, dtype='float32', layout='batched' if platform == 'tpu' else 'flat')
+    layout = 'batched' if platform == 'tpu' else 'flat'
+    compute = replace_auto(compute, dtype='float32', layout=layout)
     if isinstance(model, ViTConfig):
         # A rolled loop copies activations, which costs time on GPUs.
-        compute = _set_auto(compute, unroll=model.depth if platform == 'gpu' else 1)
+        compute = replace_auto(compute, unroll=model.depth if platform == 'gpu' else 1)
         is_random = regularization.is_random_in_blocks
         _check_supported(compute, model, platform, is_random=is_random)
         has_few_blocks = model.depth <= max(_FEW_BLOCKS, int(compute.unroll))
         splits_last_block = has_few_blocks and model.num_tokens_read is not None and not is_random
         attention = _fastest_attention(model, platform, compute.dtype)
         last_block = 'class_tokens' if splits_last_block else 'whole'
-        compute = _set_auto(compute, attention=attention, last_block=last_block)
+        compute = replace_auto(compute, attention=attention, last_block=last_block)
     # These options of a ViT have no effect on a ResNet.
-    compute = _set_auto(compute, unroll=1, attention='xla', last_block='whole')
-    return _set_auto(compute, remat=_least_remat(model, compute, regularization, platform, memory))
+    compute = replace_auto(compute, unroll=1, attention='xla', last_block='whole')
+    remat = _least_remat(model, compute, regularization, platform, memory)
+    return replace_auto(compute, remat=remat)
 
 
-def _set_auto(compute: Compute, **choices: Any) -> Compute:
+def replace_auto(compute: Compute, **choices: Any) -> Compute:
     """Replaces `auto` in the fields of `choices`."""
-    values = {name: v for name, v in choices.items() if getattr(compute, name) == 'auto'}
+    values = {k: value for k, value in choices.items() if getattr(compute, k) == 'auto'}
     return dataclasses.replace(compute, **values)
 
 
 def _check_supported(compute: Compute, model: ViTConfig, platform: str, *, is_random: bool) -> None:
     """Raises UserError for unsupported options; dropout and stochastic depth set `is_random`."""
-    kernel, needed = compute.attention, _KERNEL_PLATFORMS.get(compute.attention, platform)
-    wrong, instead = f'compute.attention={kernel}:', 'set compute.attention=auto'
-    devices = f'expected a {needed.upper()}, got a {platform.upper()}'
-    require(platform == needed, f'{wrong} {devices}; {instead}')
-    fits = kernel in ('auto', 'xla') or model.positions not in RELATIVE
-    require(fits, f'{wrong} not supported with positions={model.positions}; {instead}')
-    fits = kernel != 'cudnn' or compute.dtype == 'bfloat16'
-    dtype = f'expected compute.dtype=bfloat16, got {compute.dtype}'
-    require(fits, f'{wrong} {dtype}; set it, or {instead}')
+    kernel = compute.attention
+    field = f'compute.attention={kernel}'
+    remedy = 'set compute.attention=auto'
+    needed = _KERNEL_PLATFORMS.get(kernel, platform)
+    if platform != needed:
+        devices = f'expected a {needed.upper()}, got a {platform.upper()}'
+        raise UserError(f'{field}: {devices}; {remedy}')
+    if kernel not in ('auto', 'xla') and model.positions in RELATIVE:
+        raise UserError(f'{field}: not supported with positions={model.positions}; {remedy}')
+    if kernel == 'cudnn' and compute.dtype != 'bfloat16':
+        dtypes = f'expected compute.dtype=bfloat16, got {compute.dtype}'
+        raise UserError(f'{field}: {dtypes}; set it, or {remedy}')
     if compute.last_block == 'class_tokens':
-        wrong, instead = 'compute.last_block=class_tokens:', 'set compute.last_block=auto'
-        heads = f'the head reads patches (pool={model.pool}, patch_outputs={model.patch_outputs})'
-        require(model.num_tokens_read is not None, f'{wrong} {heads}; {instead}')
-        require(not is_random, f'{wrong} not supported with dropout or stochastic depth; {instead}')
+        _check_class_tokens_suffice(model, is_random=is_random)
+
+
+def _check_class_tokens_suffice(model: ViTConfig, *, is_random: bool) -> None:
+    """Raises UserError if the model does not support `last_block=class_tokens`."""
+    field = 'compute.last_block=class_tokens'
+    remedy = 'set compute.last_block=auto'
+    if model.num_tokens_read is None:
+        values = f'pool={model.pool}, patch_outputs={model.patch_outputs}'
+        raise UserError(f'{field}: the head reads patches ({values}); {remedy}')
+    if is_random:
+        raise UserError(f'{field}: not supported with dropout or stochastic depth; {remedy}')
 
 
 def _fastest_attention(model: ViTConfig, platform: str, dtype: str) -> Implementation:
-    tokens, heads = model.num_tokens, model.num_heads
     if model.positions in RELATIVE:
         return 'xla'
-    if platform == 'gpu' and supports_cudnn(tokens, heads, model.width // heads, dtype):
+    head_size = model.width // model.num_heads
+    if platform == 'gpu' and supports_cudnn(model.num_tokens, model.num_heads, head_size, dtype):
         return 'cudnn'
-    if tokens > LONG_SEQUENCE:
+    if model.num_tokens > LONG_SEQUENCE:
         return 'splash' if platform == 'tpu' else 'blockwise'
     return 'xla'
 
@@ -238,7 +253,8 @@ def activation_bytes(
       Bytes for each `remat` policy.
     """
     tokens = (regularization or Regularization()).num_tokens(model)
-    size, width = jnp.dtype(compute.dtype).itemsize, model.width
+    size = jnp.dtype(compute.dtype).itemsize
+    width = model.width
     hidden = model.mlp_dim * (2 if model.gelu is None else 1)
     weights = model.num_heads * tokens**2 * (8 + size) if compute.attention == 'xla' else 0
     vectors = 8 * width + 2 * hidden
@@ -246,9 +262,9 @@ def activation_bytes(
         vectors = 17 * width + 5 * hidden
     one_block = tokens * vectors * size + weights
     products = 6 * width + hidden + (0 if compute.attention == 'cudnn' else width)
-    kept = {'none': one_block, 'dots': tokens * products * size, 'block': tokens * width * size}
+    saved = {'none': one_block, 'dots': tokens * products * size, 'block': tokens * width * size}
     blocks = model.depth - (compute.last_block == 'class_tokens')
-    return {remat: blocks * kept[remat] + one_block for remat in POLICIES}
+    return {remat: blocks * saved[remat] + one_block for remat in POLICIES}
 
 
 def apply_remat(
@@ -274,7 +290,10 @@ def _keep_products(primitive: Any, *operands: Any, **params: Any) -> Any:
 
     The products inside attention have batch dimensions and are recomputed.
     """
-    policies = jax.checkpoint_policies
-    dots, named = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SAVED)
-    is_kept = dots(primitive, *operands, **params) or named(primitive, *operands, **params)
-    return primitive.name == 'conv_general_dilated' or is_kept
+    is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    is_attention = jax.checkpoint_policies.save_only_these_names(SAVED)
+    return (
+        primitive.name == 'conv_general_dilated'
+        or is_product(primitive, *operands, **params)
+        or is_attention(primitive, *operands, **params)
+    )

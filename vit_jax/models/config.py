@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from vit_jax.base import Record, require, require_between
+from vit_jax.base import Record, UserError, require, require_between
 from vit_jax.models.positions import ROTARY, WIDTH_MULTIPLES, PositionKind
 
 GROUPS = 32  # groups of each GroupNorm in the ResNet
@@ -76,10 +76,11 @@ class ArchitectureConfig(Record):
 
     def check(self) -> None:
         require_between(self, 'image_size', 'channels', 'num_classes', low=1, high=MAX_SIZE)
-        wrong = f'head_bias={self.head_bias}'
-        require(math.isfinite(self.head_bias), f'{wrong}: expected a finite number')
-        has_bias = self.head == 'linear' or self.head_bias == 0
-        require(has_bias, f'{wrong}: expected 0, as only head=linear supports it')
+        if not math.isfinite(self.head_bias):
+            raise UserError(f'head_bias={self.head_bias}: expected a finite number')
+        if self.head != 'linear' and self.head_bias != 0:
+            reason = 'as only head=linear supports it'
+            raise UserError(f'head_bias={self.head_bias}: expected 0, {reason}')
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -145,22 +146,29 @@ class ViTConfig(ArchitectureConfig):
         highest = 2 if self.pool == 'cls_dist' else MAX_SIZE
         require_between(self, 'class_tokens', low=_CLASS_TOKENS.get(self.pool, 0), high=highest)
         require_between(self, 'blocks_without_skips', low=0, below=self.depth)
-        wrong = 'representation_size: not supported with pool=cls_dist; leave it out'
-        require(self.pool != 'cls_dist' or self.representation_size is None, wrong)
-        wrong = 'blocks_without_skips: not supported with parallel=true; leave it out'
-        require(not (self.parallel and self.blocks_without_skips), wrong)
-        wrong = f'width={self.width}: expected a multiple of'
-        require(self.width % self.num_heads == 0, f'{wrong} num_heads={self.num_heads}')
+        if self.pool == 'cls_dist' and self.representation_size is not None:
+            raise UserError('representation_size: not supported with pool=cls_dist; leave it out')
+        if self.parallel and self.blocks_without_skips:
+            raise UserError('blocks_without_skips: not supported with parallel=true; leave it out')
+        if self.width % self.num_heads:
+            expected = f'expected a multiple of num_heads={self.num_heads}'
+            raise UserError(f'width={self.width}: {expected}')
+        self._check_positions()
+
+    def _check_positions(self) -> None:
         # In RoPE, 4 features of a head share each frequency (see `positions.rotate`).
         rotary = dict.fromkeys(ROTARY, 4 * self.num_heads)
         factor = (WIDTH_MULTIPLES | rotary).get(self.positions, 1)
-        require(self.width % factor == 0, f'{wrong} {factor} for positions={self.positions}')
-        wrong = f'registers={self.registers}: expected a square number for positions=learned_rope'
+        if self.width % factor:
+            expected = f'expected a multiple of {factor} for positions={self.positions}'
+            raise UserError(f'width={self.width}: {expected}')
         is_square = math.isqrt(self.registers) ** 2 == self.registers
-        require(is_square or self.positions != 'learned_rope', wrong)
-        is_added = self.positions in WIDTH_MULTIPLES
-        wrong = f'positions_at={self.positions_at}: not supported with positions={self.positions}'
-        require(is_added or self.positions_at == 'stem', f'{wrong}; leave positions_at out')
+        if self.positions == 'learned_rope' and not is_square:
+            expected = 'expected a square number for positions=learned_rope'
+            raise UserError(f'registers={self.registers}: {expected}')
+        if self.positions_at != 'stem' and self.positions not in WIDTH_MULTIPLES:
+            reason = f'not supported with positions={self.positions}; leave positions_at out'
+            raise UserError(f'positions_at={self.positions_at}: {reason}')
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -171,10 +179,12 @@ class ViTConfig(ArchitectureConfig):
         Raises:
           UserError: If no patch fits into the image.
         """
-        (height, width), (p, q) = self._patched_size, self.patch_size
-        what = 'feature map' if self.backbone is not None else 'image'
-        wrong = f'patch_size={self.patch_size}: expected at most {height}x{width}, the size of the'
-        require(height >= p and width >= q, f'{wrong} {what}')
+        height, width = self._patched_size
+        p, q = self.patch_size
+        if height < p or width < q:
+            array = 'feature map' if self.backbone is not None else 'image'
+            expected = f'expected at most {height}x{width}, the size of the {array}'
+            raise UserError(f'patch_size={self.patch_size}: {expected}')
         return height // p, width // q
 
     @property
@@ -195,10 +205,13 @@ class ViTConfig(ArchitectureConfig):
     @property
     def unused_pixels(self) -> str:
         """Message about pixels that fill no patch; empty if the patches cover the image."""
-        sides = zip(self._patched_size, self.patch_size, strict=True)
-        h, w = (side % size for side, size in sides)
-        what = 'feature map' if self.backbone else 'image'
-        return f'the last {h} rows and {w} columns of the {what} are ignored' if h + w else ''
+        height, width = self._patched_size
+        rows = height % self.patch_size[0]
+        columns = width % self.patch_size[1]
+        if rows == 0 and columns == 0:
+            return ''
+        array = 'feature map' if self.backbone else 'image'
+        return f'the last {rows} rows and {columns} columns of the {array} are ignored'
 
     @property
     def num_class_tokens(self) -> int:
@@ -228,7 +241,8 @@ class ViTConfig(ArchitectureConfig):
     @property
     def sequence_summary(self) -> str:
         """Sequence length as text, with a note about pixels that fill no patch."""
-        return f'{self.num_tokens} tokens' + (f' ({note})' if (note := self.unused_pixels) else '')
+        note = f' ({self.unused_pixels})' if self.unused_pixels else ''
+        return f'{self.num_tokens} tokens{note}'
 
 
 ModelConfig = ViTConfig | ResNetConfig

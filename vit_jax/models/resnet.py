@@ -45,8 +45,8 @@ class StdConv(nn.Module):
     def __call__(self, x: FeatureMap) -> Activation:
         shape = self.size, self.size, x.shape[-1], self.features
         kernel = standardize(self.param('kernel', nn.initializers.lecun_normal(), shape))
-        x, kernel = x.astype(self.compute.dtype), kernel.astype(self.compute.dtype)
-        return _convolution(x, kernel, self.stride, self.compute)
+        dtype = self.compute.dtype
+        return _convolution(x.astype(dtype), kernel.astype(dtype), self.stride, self.compute)
 
 
 def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -> Activation:
@@ -65,7 +65,8 @@ def _convolution(x: FeatureMap, kernel: Kernel, stride: int, compute: Compute) -
         return (x.reshape(-1, x.shape[-1]) @ kernel[0, 0]).reshape(*x.shape[:3], -1)
 
     def convolution(x: FeatureMap, kernel: Kernel) -> Activation:
-        axes, strides = ('NHWC', 'HWIO', 'NHWC'), (stride, stride)
+        strides = stride, stride
+        axes = 'NHWC', 'HWIO', 'NHWC'
         return jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=axes)
 
     if compute.layout == 'batched' or kernel.shape[:2] != (1, 1):
@@ -102,8 +103,10 @@ class Unit(nn.Module):
     def __call__(self, x: FeatureMap) -> Activation:
         conv = functools.partial(StdConv, compute=self.compute)
         norm = functools.partial(nn.GroupNorm, GROUPS, epsilon=1e-6, dtype=self.compute.dtype)
-        width, outputs, shortcut = self.channels, 4 * self.channels, x
+        width = self.channels
+        outputs = 4 * width
         offer = functools.partial(tap_array, self)
+        shortcut = x
         if x.shape[-1] != outputs or self.stride != 1:
             shortcut = offer('conv_proj', conv(outputs, 1, stride=self.stride, name='conv_proj')(x))
             shortcut = offer('norm_proj', norm(name='norm_proj')(shortcut))
@@ -147,7 +150,8 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, images: FeatureMap) -> Activation:
-        width, compute = self.backbone.width, self.compute
+        width = self.backbone.width
+        compute = self.compute
         x = tap_array(self, 'conv_root', StdConv(width, 7, compute, 2, name='conv_root')(images))
         norm = nn.GroupNorm(GROUPS, epsilon=1e-6, dtype=compute.dtype, name='norm_root')
         x = tap_array(self, 'norm_root', nn.relu(norm(x)))

@@ -27,9 +27,11 @@ def tap(module: nn.Module, name: str, value: Callable[[], Any]) -> None:
     example `attention/weights`, in every block.
     """
     if module.is_mutable_collection(COLLECTION) and not module.is_initializing():
-        place = [part for part in module.path if part not in ('encoder', 'block', 'backbone')]
-        full_name = '/'.join((*place, name))
-        if reduction := _reduction_of.get()(full_name):
+        unnamed = 'encoder', 'block', 'backbone'
+        modules = [module_name for module_name in module.path if module_name not in unnamed]
+        full_name = '/'.join((*modules, name))
+        reduction = _reduction_of.get()(full_name)
+        if reduction is not None:
             # The leading slash keeps the name distinct from submodules.
             module.sow(COLLECTION, f'/{full_name}', reduction(value()))
 

@@ -1,26 +1,35 @@
 """Named variants of the architectures, such as `B/16`, `R50+B/16` and `R152x2`."""
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from vit_jax.base.errors import UserError
 from vit_jax.base.records import closest, require
 from vit_jax.models.config import Backbone, ModelConfig, ResNetConfig, ViTConfig
 
-# Values are depth, width, mlp_dim and num_heads. Sources are table 1 of the paper for B, L and H;
-# "How to train your ViT?" for Ti and S; "Scaling Vision Transformers", table 2, for g and G;
-# big_vision for M; and "Scaling Vision Transformers to 22 Billion Parameters" (arXiv:2302.05442),
-# table 1, for 22B.
+
+class Size(NamedTuple):
+    """The sizes of a ViT; each is the field of `ViTConfig` with the same name."""
+
+    depth: int
+    width: int
+    mlp_dim: int
+    num_heads: int
+
+
+# Sources are table 1 of the paper for B, L and H; "How to train your ViT?" for Ti and S; "Scaling
+# Vision Transformers", table 2, for g and G; big_vision for M; and "Scaling Vision Transformers to
+# 22 Billion Parameters" (arXiv:2302.05442), table 1, for 22B.
 SIZES = {
-    'Ti': (12, 192, 768, 3),
-    'S': (12, 384, 1536, 6),
-    'M': (12, 512, 2048, 8),
-    'B': (12, 768, 3072, 12),
-    'L': (24, 1024, 4096, 16),
-    'H': (32, 1280, 5120, 16),
-    'g': (40, 1408, 6144, 16),
-    'G': (48, 1664, 8192, 16),
-    '22B': (48, 6144, 24576, 48),
+    'Ti': Size(depth=12, width=192, mlp_dim=768, num_heads=3),
+    'S': Size(depth=12, width=384, mlp_dim=1536, num_heads=6),
+    'M': Size(depth=12, width=512, mlp_dim=2048, num_heads=8),
+    'B': Size(depth=12, width=768, mlp_dim=3072, num_heads=12),
+    'L': Size(depth=24, width=1024, mlp_dim=4096, num_heads=16),
+    'H': Size(depth=32, width=1280, mlp_dim=5120, num_heads=16),
+    'g': Size(depth=40, width=1408, mlp_dim=6144, num_heads=16),
+    'G': Size(depth=48, width=1664, mlp_dim=8192, num_heads=16),
+    '22B': Size(depth=48, width=6144, mlp_dim=24576, num_heads=48),
 }
 # Units of each stage, by the depth in a ResNet's name (26: "How to train your ViT?").
 DEPTHS = {
@@ -58,12 +67,12 @@ def variant(name: str, **changes: Any) -> ModelConfig:
         return ResNetConfig(**({'backbone': backbone} | changes))
     match = re.fullmatch(r'(?:R(\d*)\+)?(\w+)/((\d+)(?:x(\d+))?)', name)
     if not match:
-        known = 'SIZE/PATCH (B/16, B/16x8), a hybrid (R50+B/16) or a ResNet (R152x2)'
-        raise UserError(f'variant {name!r}: expected {known}')
+        forms = 'SIZE/PATCH (B/16, B/16x8), a hybrid (R50+B/16) or a ResNet (R152x2)'
+        raise UserError(f'variant {name!r}: expected {forms}')
     layers, size, patch, height, width = match.groups()
     require(size in SIZES, f'variant {name!r}: unknown size {size!r}; {closest(size, SIZES)}')
-    values: dict[str, Any] = {'patch_size': (int(height), int(width or height))}
-    values |= zip(('depth', 'width', 'mlp_dim', 'num_heads'), SIZES[size], strict=True)
+    values = SIZES[size]._asdict()
+    values['patch_size'] = int(height), int(width or height)
     values |= _OPTIONS.get(size, {})
     if layers is not None:
         values |= _hybrid(name, layers, reduction=patch)
@@ -81,6 +90,7 @@ def _hybrid(name: str, layers: str, *, reduction: str) -> dict[str, Any]:
 
 
 def _blocks(name: str, layers: str) -> tuple[int, ...]:
-    wrong = f'variant {name!r}: unknown ResNet depth {layers!r}'
-    require(layers in DEPTHS, f'{wrong}; expected {", ".join(DEPTHS)}')
+    if layers not in DEPTHS:
+        expected = ', '.join(DEPTHS)
+        raise UserError(f'variant {name!r}: unknown ResNet depth {layers!r}; expected {expected}')
     return DEPTHS[layers]

@@ -92,10 +92,11 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
         if name and config.evaluations[name].split.startswith('train'):
             words.append('--split=test')  # the run selected a checkpoint on training images
     else:
+        defaults = TrainConfig(data='')
         for name in _IMAGE_FIELDS:
             value_of = operator.attrgetter(name)
             value = value_of(config)
-            if value != value_of(TrainConfig(data='')):
+            if value != value_of(defaults):
                 is_list = isinstance(value, tuple) and not any(',' in one for one in value)
                 values[name] = ','.join(value) if is_list else value
         if isinstance(config.loss, LossConfig) and config.loss.kind == 'sigmoid':

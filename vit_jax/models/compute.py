@@ -170,7 +170,7 @@ def resolve_compute(
 def _set_auto(compute: Compute, **choices: Any) -> Compute:
     """Replaces `auto` in the fields of `choices`."""
     values = {name: v for name, v in choices.items() if getattr(compute, name) == 'auto'}
-    return dataclasses.replace(compute, **values)
+    return dataclasses.replace(compute, **values) if values else compute
 
 
 def _check_supported(compute: Compute, model: ViTConfig, platform: str, *, is_random: bool) -> None:

@@ -58,6 +58,7 @@ def test_a_record_comes_back_from_its_json():
         ({'colr': 'red'}, "p.colr: .*'color'"),
         ({'shape': {'kind': 'Cube'}}, "p.shape.kind='Cube': .*Circle, Square"),
         ({'shape': {'radius': 1.0}}, "p.shape.kind=''"),
+        ({'shape': {'kind': []}}, r'p.shape.kind=\[\]: .*Circle, Square'),
         ({'shape': {'kind': 'Circle', 'radios': 1.0}}, "p.shape.radios: .*'radius'"),
         ({'shape': {'kind': 'Circle', 'radius': math.nan}}, 'p.shape.radius=nan'),
         ({'shape': {'kind': 'Circle', 'radius': 11.0}}, 'p.shape.radius=11.0: .*10'),

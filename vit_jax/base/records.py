@@ -354,7 +354,7 @@ def _parse_record(kinds: Mapping[str, Any], values: dict[str, Any], where: str) 
         (cls,) = kinds.values()
         return from_dict(cls, values, where=where)
     kind = values.get('kind', '')
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise UserError(f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
     fields = {name: value for name, value in values.items() if name != 'kind'}
     return from_dict(kinds[kind], fields, where=where)

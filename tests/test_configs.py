@@ -33,7 +33,7 @@ def test_each_configuration_is_valid_and_survives_json():
     for name in RUNS:
         config = golden.config(name)
         config.start_from = config.start_from or 'some/checkpoint'
-        config = records.validated(config, where=name)
+        config = records.validate_copy(config, where=name)
         assert records.from_dict(TrainConfig, records.to_dict(config), where=name) == config
 
 
@@ -70,7 +70,7 @@ def built(name):
     """The experiment of a configuration, for eight devices."""
     config = golden.config(name)
     config.start_from = config.start_from or 'some/checkpoint'
-    config = golden.small(records.validated(config, where=name))
+    config = golden.small(records.validate_copy(config, where=name))
     images = golden.num_images(config.data)
     return build_experiment(
         with_dummy_data(config, num_classes=1000, num_images=images),

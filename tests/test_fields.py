@@ -269,7 +269,7 @@ def test_every_field_is_read_somewhere():
 
 def changed(config, field, value):
     """A copy with another value, as the command line assigns it."""
-    config = records.validated(config, where='config')
+    config = records.validate_copy(config, where='config')
     *parents, name = field.split('.')
     functools.reduce(getattr, parents, config).override(name, value)
     return config
@@ -303,7 +303,7 @@ def before(config):
     """The programs of an experiment, computed once per configuration."""
     name = repr(config)
     if name not in _BEFORE:
-        _BEFORE[name] = programs(records.validated(config, where='config'))
+        _BEFORE[name] = programs(records.validate_copy(config, where='config'))
     return _BEFORE[name]
 
 
@@ -395,4 +395,4 @@ def test_a_value_without_sense_is_rejected_by_its_field(kind, fields, name):
 def test_an_array_is_no_choice():
     assigned = tiny.assigned(ViTConfig(), pool=np.array(['cls', 'gap']))
     with pytest.raises(UserError, match='model.pool'):
-        records.validated(assigned, where='model')
+        records.validate_copy(assigned, where='model')

@@ -58,6 +58,7 @@ def test_a_record_comes_back_from_its_json():
         ({'colr': 'red'}, "p.colr: .*'color'"),
         ({'shape': {'kind': 'Cube'}}, "p.shape.kind='Cube': .*Circle, Square"),
         ({'shape': {'radius': 1.0}}, "p.shape.kind=''"),
+        ({'shape': {'kind': []}}, r'p.shape.kind=\[\]: .*Circle, Square'),
         ({'shape': {'kind': 'Circle', 'radios': 1.0}}, "p.shape.radios: .*'radius'"),
         ({'shape': {'kind': 'Circle', 'radius': math.nan}}, 'p.shape.radius=nan'),
         ({'shape': {'kind': 'Circle', 'radius': 11.0}}, 'p.shape.radius=11.0: .*10'),
@@ -85,13 +86,30 @@ def test_a_missing_value_is_named():
 def test_records_within_are_copied_so_that_later_assignments_change_nothing():
     circle = Circle(radius=2.0)
     picture = Picture(shape=circle, count=1)
-    copy = records.validated(picture, where='p')
+    copy = records.validate_copy(picture, where='p')
     circle.radius = picture.shape.radius = 30.0
     assert copy.shape.radius == 2.0
     with pytest.raises(UserError, match='p.shape.radius=30.0'):
-        records.validated(picture, where='p')
+        records.validate_copy(picture, where='p')
     with pytest.raises(UserError, match="Circle.radios: .*'radius'"):
         circle.radios = 1.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class Album(records.Record):
+    pages: dict[str, Picture] = dataclasses.field(default_factory=dict)
+
+
+def test_a_wrong_value_is_found_at_any_depth():
+    album = Album(pages={'first': PICTURE})
+    album.pages['first'].shape.side = 'long'
+    with pytest.raises(UserError, match=r"a\.pages\.first\.shape\.side='long': expected float"):
+        records.validate_copy(album, where='a')
+    copy = records.copy_record(album)
+    copy.pages['first'].shape.side = 3
+    copy.validate('a')
+    assert copy.pages['first'].shape.side == 3.0 and album.pages['first'].shape.side == 'long'
+    assert PICTURE.shape.side == 2.0
 
 
 def test_values_are_set_by_path_in_a_checked_copy():
@@ -115,7 +133,7 @@ def double(number):
 
 
 def test_a_function_stays_in_a_checked_record_and_is_named_in_text():
-    picture = records.validated(Picture(paint=double, count=1), where='p')
+    picture = records.validate_copy(Picture(paint=double, count=1), where='p')
     assert picture.paint(2) == 4
     values = json.loads(json.dumps(records.to_dict(picture)))
     assert values['paint'] == {'function': f'{__name__}:double'}

@@ -12,6 +12,7 @@ from vit_jax.cli import config_help
 from vit_jax.cli.config_flags import apply_overrides, load, split
 from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.data.image_preprocessing import InceptionCrop
+from vit_jax.experiment.build import build_experiment
 from vit_jax.training.duration import Duration
 
 TINY = 'tests/tiny_config.py'
@@ -158,6 +159,23 @@ def test_one_unit_of_a_duration_is_given():
 def test_an_evaluation_that_was_made_on_the_command_line_has_fields():
     evals = load(TINY, ["evals={'val': {}}", 'eval_split=test', 'evals.val.split=train']).evals
     assert evals == {'val': EvalConfig(split='train')}
+
+
+def test_a_configuration_is_validated_once_per_source(monkeypatch):
+    """When it is made; when its file was read; when flags were applied; when it is used."""
+    checks = []
+    original = TrainConfig.check
+    monkeypatch.setattr(TrainConfig, 'check', lambda self: checks.append(original(self)))
+    config = load(TINY, [])
+    assert len(checks) == 2
+    load(TINY, ['seed=1', 'batch_size=16'])
+    assert len(checks) == 2 + 3
+    config.batch_size = '16'
+    with pytest.raises(UserError, match="^config.batch_size='16': expected int"):
+        build_experiment(config)
+    config.batch_size = 16
+    build_experiment(config)
+    assert len(checks) == 2 + 3 + 1
 
 
 def test_an_override_changes_no_record_of_the_file():

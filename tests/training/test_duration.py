@@ -21,7 +21,7 @@ def test_an_override_replaces_the_unit_and_an_assignment_adds_one():
         duration.epoch = 2.0
     duration.steps = 5
     with pytest.raises(ValueError, match='config.total: .* steps, epochs'):
-        records.validated(duration, where='config.total')
+        records.validate_copy(duration, where='config.total')
 
 
 @pytest.mark.parametrize('values', [{}, {'steps': 1, 'epochs': 2.0}, {'epochs': -1.0}])

@@ -1,7 +1,8 @@
 """Records: dataclasses that validate their values and are stored as JSON.
 
-Configurations and checkpoint cards are records. A record is validated when it is created. Fields
-may be assigned later, as configuration files and the command line do; `validated` checks a copy.
+Configurations and checkpoint cards are records. `Record.validate` checks a record when it is
+created. Fields may be assigned later, as configuration files and the command line do. Code that
+gets a record from a user therefore calls `validate_copy` once, and passes the copy on.
 """
 
 import copy
@@ -9,7 +10,6 @@ import dataclasses
 import difflib
 import functools
 import math
-import operator
 import re
 import types
 import typing
@@ -20,7 +20,7 @@ import jax
 
 from vit_jax.base.errors import UserError
 
-R = TypeVar('R')
+R = TypeVar('R', bound='Record')
 
 
 class Record:
@@ -37,10 +37,17 @@ class Record:
     """
 
     def __post_init__(self) -> None:
-        where = type(self).__name__
+        self.validate(type(self).__name__)
+
+    def validate(self, where: str) -> None:
+        """Converts all values to the types of their fields, in place, and checks them.
+
+        Records in fields are replaced by validated copies. Raises UserError, whose message begins
+        with `where`, for the reasons above.
+        """
         values = vars(self)
-        for name, hint in field_types(type(self)).items():
-            values[name] = parse(hint, values[name], f'{where}.{name}')
+        for name, options in field_options(type(self)).items():
+            values[name] = parse(options, values[name], f'{where}.{name}')
         try:
             self.check()
         except UserError as error:
@@ -49,7 +56,8 @@ class Record:
     if not typing.TYPE_CHECKING:  # with __setattr__, mypy would accept any name
 
         def __setattr__(self, name: str, value: Any) -> None:
-            field_type(type(self), name, type(self).__name__)
+            if name not in field_types(type(self)):
+                raise _unknown_field(type(self), name, type(self).__name__)
             super().__setattr__(name, value)
 
     def check(self) -> None:
@@ -66,28 +74,30 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-_BOUNDS = {
-    'low': ('at least', operator.ge),
-    'above': ('more than', operator.gt),
-    'high': ('at most', operator.le),
-    'below': ('less than', operator.lt),
-}
-
-
-def require_between(record: Any, *names: str, **bounds: float) -> None:
+def require_between(
+    record: Any,
+    *names: str,
+    low: float = -math.inf,
+    above: float = -math.inf,
+    high: float = math.inf,
+    below: float = math.inf,
+) -> None:
     """Raises UserError unless the numbers in these fields are finite and within the bounds.
 
-    The bounds are any of `low` and `high` (inclusive), `above` and `below` (exclusive). They also
-    hold for each number of a tuple; None and strings are accepted.
+    `low` and `high` are inclusive, `above` and `below` exclusive. The bounds also hold for each
+    number of a tuple; None and strings are accepted.
     """
-    expected = ' and '.join(f'{_BOUNDS[kind][0]} {bound}' for kind, bound in bounds.items())
     for name in names:
         value = getattr(record, name)
-        values = value if isinstance(value, tuple) else (value,)
-        numbers = [n for n in values if n is not None and not isinstance(n, str)]
-        fits = all(_BOUNDS[kind][1](n, bounds[kind]) for n in numbers for kind in bounds)
-        is_finite = all(abs(n) < math.inf for n in numbers)
-        require(fits and is_finite, f'{name}={value!r}: expected {expected}')
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is None or isinstance(number, str):
+                continue
+            if not (low <= number <= high and above < number < below):
+                bounds = {'at least': low, 'more than': above, 'at most': high, 'less than': below}
+                given = (
+                    f'{text} {bound}' for text, bound in bounds.items() if abs(bound) < math.inf
+                )
+                raise UserError(f'{name}={value!r}: expected {" and ".join(given)}')
 
 
 def is_off(number: Any) -> bool:
@@ -115,12 +125,16 @@ def _read_hints(cls: Any) -> Mapping[str, Any]:
 field_types: Callable[[Any], Mapping[str, Any]] = functools.cache(_read_hints)
 
 
-def field_type(cls: Any, name: str, where: str) -> Any:
-    """Returns the type of a field. Raises UserError with the most similar name if it is unknown."""
-    fields = field_types(cls)
-    if name not in fields:
-        raise UserError(f'{where}.{name}: no such field; {closest(name, fields)}')
-    return fields[name]
+def _read_options(cls: Any) -> Mapping[str, tuple[Any, ...]]:
+    return {name: union_members(hint) for name, hint in field_types(cls).items()}
+
+
+#: Returns the possible types of each field of a record class, by name: the members of its union.
+field_options: Callable[[Any], Mapping[str, tuple[Any, ...]]] = functools.cache(_read_options)
+
+
+def _unknown_field(cls: Any, name: str, where: str) -> UserError:
+    return UserError(f'{where}.{name}: no such field; {closest(name, field_types(cls))}')
 
 
 def default_of(cls: Any, name: str) -> Any:
@@ -180,18 +194,19 @@ def to_dict(record: Any) -> dict[str, Any]:
 
     If a field may hold records of several classes, its dict has the class name under `kind`.
     """
-    fields = field_types(type(record)).items()
-    return {name: _to_plain(getattr(record, name), hint) for name, hint in fields}
+    fields = field_options(type(record)).items()
+    return {name: _to_plain(getattr(record, name), options) for name, options in fields}
 
 
-def _to_plain(value: Any, hint: Any) -> Any:
+def _to_plain(value: Any, options: tuple[Any, ...] = ()) -> Any:
+    """Converts the value of a field that may have any of these types."""
     if isinstance(value, Record):
-        several = len(record_types(union_members(hint))) > 1
+        several = len(record_types(options)) > 1
         return ({'kind': type(value).__name__} if several else {}) | to_dict(value)
     if isinstance(value, tuple | list):
-        return [_to_plain(item, type(item)) for item in value]
+        return [_to_plain(item) for item in value]
     if isinstance(value, dict):
-        return {name: _to_plain(item, type(item)) for name, item in value.items()}
+        return {name: _to_plain(item) for name, item in value.items()}
     return {'function': text_of(value)} if callable(value) else value
 
 
@@ -208,8 +223,10 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
         message names `where.field`.
     """
     fields = {}
-    for name, value in values.items():  # the new record copies the records in its fields
-        fields[name] = parse(field_type(cls, name, where), value, f'{where}.{name}', copies=False)
+    for name, value in values.items():
+        if name not in field_types(cls):
+            raise _unknown_field(cls, name, where)
+        fields[name] = parse(field_options(cls)[name], value, f'{where}.{name}')
     try:
         return cls(**fields)
     except TypeError as error:  # a field without a default is missing
@@ -218,14 +235,11 @@ def from_dict(cls: type[R], values: dict[str, Any], *, where: str) -> R:
         raise UserError(f'{where}{str(error).removeprefix(cls.__name__)}') from error
 
 
-def validated(record: R, *, where: str) -> R:
-    """Returns a validated copy of a record and of all records in it.
-
-    Numbers that jax traces are not checked.
-    """
-    traced = {name: x for name, x in vars(record).items() if isinstance(x, jax.core.Tracer)}
-    known = {name: x for name, x in vars(record).items() if name not in traced}
-    return replaced(from_dict(type(record), known, where=where), traced)
+def validate_copy(record: R, *, where: str) -> R:
+    """Returns a validated copy of a record and of all records in it."""
+    new = copy.copy(record)
+    new.validate(where)  # copies the records in its fields
+    return new
 
 
 def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
@@ -239,15 +253,34 @@ def with_values(record: R, values: Mapping[str, Any], *, where: str) -> R:
     Raises:
       UserError: If a field is unknown or a value is impossible.
     """
-    copy = validated(record, where=where)
+    new = copy_record(record)
     for path, value in values.items():
         *parents, name = path.split('.')
-        holder: Any = copy
+        holder: Any = new
         for parent in parents:
             holder = getattr(holder, parent, None)
         require(isinstance(holder, Record), f'{where}.{path}: no such field')
         holder.override(name, value)
-    return validated(copy, where=where)
+    new.validate(where)
+    return new
+
+
+def copy_record(record: R) -> R:
+    """Returns a copy of a record and of all records in it. The values are not checked."""
+    new = copy.copy(record)
+    for name, value in vars(record).items():
+        if isinstance(value, Record | dict | tuple):
+            vars(new)[name] = _copy_records(value)
+    return new
+
+
+def _copy_records(value: Any) -> Any:
+    """Copies a value and the records in it."""
+    if isinstance(value, Record):
+        return copy_record(value)
+    if type(value) is dict:
+        return {name: _copy_records(item) for name, item in value.items()}
+    return tuple(map(_copy_records, value)) if type(value) is tuple else value
 
 
 def replaced(record: R, values: Mapping[str, Any]) -> R:
@@ -255,12 +288,10 @@ def replaced(record: R, values: Mapping[str, Any]) -> R:
 
     The values are not checked. They can be traced by jax, like the arguments of a program.
     """
-    new = copy.copy(record)
-    for name, value in vars(record).items():
-        vars(new)[name] = replaced(value, {}) if isinstance(value, Record) else value
+    new = copy_record(record)
     for path, value in values.items():
-        name, _, rest = path.partition('.')
-        setattr(new, name, replaced(getattr(new, name), {rest: value}) if rest else value)
+        *parents, name = path.split('.')
+        setattr(functools.reduce(getattr, parents, new), name, value)
     return new
 
 
@@ -270,8 +301,8 @@ def differences(old: Any, new: Any, where: str = '') -> list[str]:
         return [] if old == new else [f'{where}: {old!r} -> {new!r}']
     lines = []
     for name in sorted({*old, *new}):
-        before, after = old.get(name, '(absent)'), new.get(name, '(absent)')
-        lines += differences(before, after, f'{where}.{name}' if where else name)
+        path = f'{where}.{name}' if where else name
+        lines += differences(old.get(name, '(absent)'), new.get(name, '(absent)'), path)
     return lines
 
 
@@ -295,42 +326,85 @@ def text_of(value: str | Callable[..., Any]) -> str:
     return f'{owner.__module__}:{owner.__qualname__}'
 
 
-def parse(hint: Any, value: Any, where: str, *, copies: bool = True) -> Any:
-    """Parses the value of a field of this type from a Python or JSON value.
+def parse(options: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Parses a Python or JSON value of a field that may have any of these types.
 
-    A record is returned as a validated copy, or unchanged if `copies` is False. Raises UserError,
-    whose message begins with `where`, if the value has another type.
+    The first type that fits is used (see `field_options`). A record is returned as a validated
+    copy. Raises UserError, whose message begins with `where`, if the value has another type.
     """
-    options = union_members(hint)
-    kinds = record_types(options)
-    is_name = isinstance(value, dict) and [*value] == ['function']
-    if isinstance(value, dict) and kinds and not is_name:
-        kind = next(iter(kinds)) if len(kinds) == 1 else value.get('kind', '')
-        require(kind in kinds, f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
-        fields = {k: v for k, v in value.items() if k != 'kind' or len(kinds) == 1}
-        return from_dict(kinds[kind], fields, where=where)
+    if isinstance(value, dict) and not _is_function_name(value):
+        if kinds := record_types(options):
+            return _parse_record(kinds, value, where)
     for option in options:
-        origin, items = typing.get_origin(option), typing.get_args(option)
-        if items == (int, int) and origin is tuple and type(value) is int:
-            return value, value
-        if origin is tuple and isinstance(value, tuple | list):
-            items = (items[0],) * len(value) if items[-1] is Ellipsis else items
-            require(len(items) == len(value), f'{where}={tuple(value)!r}: expected {option}')
-            pairs = enumerate(zip(items, value, strict=True))
-            return tuple(parse(item, each, f'{where}[{i}]') for i, (item, each) in pairs)
-        if origin is dict and isinstance(value, dict):
-            key, item = items
-            return {parse(key, k, where): parse(item, v, f'{where}.{k}') for k, v in value.items()}
-        if option is float and type(value) is int:
-            return float(value)
         if option is Any or type(value) is option:  # the option for None is NoneType
-            is_record = isinstance(value, Record)
-            return validated(value, where=where) if is_record and copies else value
-        if origin is Literal and type(value) in map(type, items) and value in items:
-            return value
-        if origin is Callable and (is_name or callable(value)):
-            return UnresolvedFunction(value['function']) if is_name else value
-    raise UserError(f'{where}={value!r}: expected {format_type(hint)}')
+            return validate_copy(value, where=where) if isinstance(value, Record) else value
+        if _is_convertible(option, value):
+            return _convert(option, value, where)
+    raise UserError(f'{where}={value!r}: expected {_format_options(options)}')
+
+
+def _is_function_name(value: Any) -> bool:
+    """Returns whether a value is the JSON of a function (see `to_dict`)."""
+    return isinstance(value, dict) and [*value] == ['function']
+
+
+def _parse_record(kinds: Mapping[str, Any], values: dict[str, Any], where: str) -> Any:
+    """Creates a record of one of these classes from the result of `to_dict`."""
+    if len(kinds) == 1:
+        (cls,) = kinds.values()
+        return from_dict(cls, values, where=where)
+    kind = values.get('kind', '')
+    if not isinstance(kind, str) or kind not in kinds:
+        raise UserError(f'{where}.kind={kind!r}: expected one of {", ".join(kinds)}')
+    fields = {name: value for name, value in values.items() if name != 'kind'}
+    return from_dict(kinds[kind], fields, where=where)
+
+
+def _is_convertible(option: Any, value: Any) -> bool:
+    """Returns whether `_convert` accepts a value, whose items may still be wrong."""
+    origin = typing.get_origin(option)
+    if origin is Literal:
+        choices = typing.get_args(option)
+        return type(value) in map(type, choices) and value in choices
+    if origin is tuple:
+        is_size = option == tuple[int, int] and type(value) is int
+        return is_size or isinstance(value, tuple | list)
+    if origin is dict:
+        return isinstance(value, dict)
+    if origin is Callable:
+        return callable(value) or _is_function_name(value)
+    return option is float and type(value) is int
+
+
+def _convert(option: Any, value: Any, where: str) -> Any:
+    """Converts a value and its items to a type that is not a class, or to float."""
+    origin = typing.get_origin(option)
+    if origin is tuple:
+        return _convert_tuple(option, value, where)
+    if origin is dict:
+        keys, items = map(union_members, typing.get_args(option))
+        return {
+            parse(keys, key, where): parse(items, item, f'{where}.{key}')
+            for key, item in value.items()
+        }
+    if origin is Callable:
+        return UnresolvedFunction(value['function']) if _is_function_name(value) else value
+    return float(value) if option is float else value
+
+
+def _convert_tuple(option: Any, value: Any, where: str) -> tuple[Any, ...]:
+    """Converts the items of a tuple or list, or the number that is both sides of a size."""
+    if type(value) is int:
+        return value, value
+    hints = typing.get_args(option)
+    if hints[-1] is Ellipsis:
+        hints = hints[:1] * len(value)
+    if len(hints) != len(value):
+        raise UserError(f'{where}={tuple(value)!r}: expected {option}')
+    items = []
+    for index, (hint, item) in enumerate(zip(hints, value, strict=True)):
+        items.append(parse(union_members(hint), item, f'{where}[{index}]'))
+    return tuple(items)
 
 
 def format_type(hint: Any) -> str:
@@ -338,10 +412,14 @@ def format_type(hint: Any) -> str:
     if hint is type(None):
         return 'none'
     if len(options := union_members(hint)) > 1:
-        return ' or '.join(map(format_type, options))
+        return _format_options(options)
     origin = typing.get_origin(hint)
     if origin is Literal:
         return '|'.join(map(str, typing.get_args(hint)))
     if origin is Callable:
         return 'function'
     return re.sub(r'\b\w+\.', '', str(hint)) if origin else str(hint.__name__)
+
+
+def _format_options(options: Iterable[Any]) -> str:
+    return ' or '.join(map(format_type, options))

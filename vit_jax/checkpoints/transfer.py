@@ -18,7 +18,7 @@ from vit_jax.checkpoints.formats import array_files
 from vit_jax.data.sources.base import match_names
 from vit_jax.models import Model, ModelConfig, ViTConfig, abstract_params, build
 from vit_jax.models.masked_patches import MASKED
-from vit_jax.models.model import feature_width, init_params
+from vit_jax.models.model import build_validated, feature_width, init_params
 from vit_jax.models.positions import FIXED_GRID, PositionKind
 
 # Optional numbers in a file of class vectors, and their values if absent.
@@ -171,10 +171,10 @@ def build_at_patch_size(config: ModelConfig, patch_size: int | None, **options: 
     Args:
       config: The architecture of the parameters.
       patch_size: Pixels per side of a patch (see `with_patch_size`); None: as in `config`.
-      **options: Other arguments of `build`.
+      **options: Other arguments of `build_validated`.
     """
     new = with_patch_size(config, patch_size)
-    model = build(new, **options)
+    model = build_validated(new, **options)
     if new == config:
         return model
 

@@ -35,12 +35,14 @@ def read_config_file(given: str, kind: type[Any] = TrainConfig) -> Any:
     with _locate_errors(f'--config={path}', file):
         module = _execute(file)
         functions = [name for name, value in vars(module).items() if inspect.isroutine(value)]
-        missing = f'no function get_config(); {records.closest("get_config", functions)}'
-        require(callable(getattr(module, 'get_config', None)), missing)
+        if not callable(getattr(module, 'get_config', None)):
+            raise UserError(f'no function get_config(); {records.closest("get_config", functions)}')
         config = _call(module, argument)
-        text = f'get_config() returned {type(config).__name__}; expected {kind.__name__}'
-        require(isinstance(config, kind), text)
-        return records.validated(config, where='config')
+        returned = type(config).__name__
+        require(
+            isinstance(config, kind), f'get_config() returned {returned}; expected {kind.__name__}'
+        )
+        return records.validate_copy(config, where='config')
 
 
 def load_function(given: str) -> Any:
@@ -51,8 +53,9 @@ def load_function(given: str) -> Any:
     with _locate_errors(f'--head={path}', file):
         values = vars(_execute(file))
     functions = [name for name, value in values.items() if callable(value)]
-    unknown = f'--head={given}: no such function; {records.closest(name, functions)}'
-    require(name in functions, unknown)
+    if name not in functions:
+        similar = records.closest(name, functions)
+        raise UserError(f'--head={given}: no such function; {similar}')
     return values[name]
 
 

@@ -17,7 +17,7 @@ from vit_jax.cli import config_files, config_help
 from vit_jax.config import TrainConfig
 from vit_jax.training.duration import Duration
 
-R = TypeVar('R')
+R = TypeVar('R', bound=records.Record)
 
 _BOOLEANS = {'true': True, '1': True, 'false': False, '0': False}
 
@@ -34,7 +34,9 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
     An override is `--config.FIELD=VALUE`, `--config.FIELD VALUE`, or `--config.FIELD` for true.
     """
-    overrides, others, rest = [], [], list(arguments)
+    overrides = []
+    others = []
+    rest = list(arguments)
     while rest:
         argument = rest.pop(0)
         if not argument.startswith('--config.'):
@@ -53,19 +55,20 @@ def load(file: str, overrides: Sequence[str], kind: type[Any] = TrainConfig) -> 
 
     Raises UserError for unknown fields and wrong values.
     """
-    return apply_overrides(config_files.read_config_file(file, kind), overrides, where='config')
+    config = config_files.read_config_file(file, kind)  # is validated: errors name the file
+    return apply_overrides(config, overrides, where='config') if overrides else config
 
 
 def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
     """Returns a validated copy of the record with each `FIELD=VALUE` assigned."""
-    record = records.validated(record, where=where)  # a file may use a record in several places
+    record = records.copy_record(record)
     units: dict[str, str] = {}  # the unit that is set for each Duration
     for override in overrides:
         path, _, text = override.partition('=')
         holder, options = _find_field(record, path, where=where)
         value = _parse(text, options, where=f'{where}.{path}')
         try:
-            value = records.parse(typing.Union[options], value, f'{where}.{path}')  # noqa: UP007
+            value = records.parse(options, value, f'{where}.{path}')
         except UserError as error:
             kinds = [] if isinstance(value, dict) else [*records.record_types(options).values()]
             more = config_help.suggest_field(value, kinds, f'{where}.{path}') if kinds else ''
@@ -80,7 +83,8 @@ def apply_overrides(record: R, overrides: Sequence[str], *, where: str) -> R:
             holder.override(name, value)
         else:
             holder[name] = value
-    return records.validated(record, where=where)
+    record.validate(where)
+    return record
 
 
 def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, ...]]:
@@ -88,13 +92,16 @@ def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, 
 
     Raises UserError with the most similar name if the field does not exist.
     """
-    value, options = record, (type(record),)
+    value = record
+    options: tuple[Any, ...] = (type(record),)
     for name in path.split('.'):
         holder = value
         kinds = records.record_types(options if holder is None else [type(holder)])
-        fields = dict(hint for kind in kinds.values() for hint in records.field_types(kind).items())
+        fields: dict[str, tuple[Any, ...]] = {}
+        for kind in kinds.values():
+            fields.update(records.field_options(kind))
         if isinstance(holder, dict):
-            fields = {key: type(item) for key, item in holder.items()}
+            fields = {key: (type(item),) for key, item in holder.items()}
         if name not in fields:
             text = config_help.suggest(type(record), name, fields)
             if holder == {}:
@@ -102,7 +109,7 @@ def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, 
             raise UserError(f'{where}.{name}: no such field; {text}')
         if holder is None:
             raise UserError(f'{where}: not set; set --{where}={" or ".join(kinds)} first')
-        options = records.union_members(fields[name])
+        options = fields[name]
         value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
         if value is None and Duration in options:
             value = Duration(steps=0)  # until one of its units is assigned

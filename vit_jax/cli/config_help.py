@@ -101,8 +101,8 @@ def record_paths(cls: type[Record]) -> dict[type[Record], list[str]]:
     by_kind = {cls: ['config']}
     waiting = [cls]
     for holder in waiting:  # the loop appends to it
-        for name, hint in records.field_types(holder).items():
-            for option in records.union_members(hint):
+        for name, options in records.field_options(holder).items():
+            for option in options:
                 of_many = typing.get_origin(option) is dict
                 kinds = records.record_types(typing.get_args(option) if of_many else [option])
                 for kind in kinds.values():
@@ -120,7 +120,8 @@ def _describe_record(kind: Any, paths: list[str]) -> str:
     owners = [owner for owner in kind.__mro__ if issubclass(owner, Record) and owner is not Record]
     meaning = '\n\n'.join(inspect.cleandoc(owner.__doc__ or '') for owner in owners)
     lines += [textwrap.indent(f'{kind.__name__}: {meaning}', '  ')]
-    meant, hints = field_comments(kind), records.field_types(kind)
+    meant = field_comments(kind)
+    hints = records.field_types(kind)
     for field in dataclasses.fields(kind):
         text = f'    {field.name}: {records.format_type(hints[field.name])}{_format_default(field)}'
         lines.append(f'{text:<44}  {meant.get(field.name, "")}'.rstrip())

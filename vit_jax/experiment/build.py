@@ -143,7 +143,7 @@ def build_experiment(
     Raises:
       UserError: For values that are inconsistent, or do not fit the data or the devices.
     """
-    config = records.validated(config, where='config')
+    config = records.validate_copy(config, where='config')
     if config.total is None:
         raise UserError('config.total: not set; expected a length, such as --config.total.epochs=7')
 

@@ -40,7 +40,7 @@ def probe(
       The result, and the path of the file that contains it.
     """
     job = job or Job()
-    config = records.validated(config, where='config')
+    config = records.validate_copy(config, where='config')
     job.require_equal('this evaluation', workdirs.collect_settings(config, path))
     fewshot = config.fewshot
     if fewshot is None:

@@ -173,8 +173,8 @@ def resolve_compute(
 
 def replace_auto(compute: Compute, **choices: Any) -> Compute:
     """Replaces `auto` in the fields of `choices`."""
-    values = {k: value for k, value in choices.items() if getattr(compute, k) == 'auto'}
-    return dataclasses.replace(compute, **values)
+    values = {name: v for name, v in choices.items() if getattr(compute, name) == 'auto'}
+    return dataclasses.replace(compute, **values) if values else compute
 
 
 def _check_supported(compute: Compute, model: ViTConfig, platform: str, *, is_random: bool) -> None:

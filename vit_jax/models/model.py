@@ -79,10 +79,27 @@ def build(
     Raises:
       UserError: If the configuration is not consistent, or an option is not supported.
     """
-    config = records.validated(config, where='model')  # fields may have been changed
-    compute = records.validated(compute or Compute(), where='compute')
-    regularization = records.validated(regularization or Regularization(), where='regularization')
+    return build_validated(
+        records.validate_copy(config, where='model'),  # fields may have been changed
+        regularization=records.validate_copy(
+            regularization or Regularization(), where='regularization'
+        ),
+        compute=records.validate_copy(compute or Compute(), where='compute'),
+        platform=platform,
+    )
+
+
+def build_validated(
+    config: ModelConfig,
+    *,
+    regularization: Regularization | None = None,
+    compute: Compute | None = None,
+    platform: str | None = None,
+) -> Model:
+    """Builds a model from validated records, whose numbers can be traced by jax (see `build`)."""
     platform = platform or jax.default_backend()
+    regularization = regularization or Regularization()
+    compute = compute or Compute()
     compute = resolve_compute(compute, config, platform=platform, regularization=regularization)
     shape = *config.image_size, config.channels
     module = make_module(config, Regularization(), compute)

@@ -29,9 +29,9 @@ class History(NamedTuple):
     @property
     def own_metrics(self) -> list[Metric]:
         """The metrics that the configuration adds; functions are known by name only."""
-        hint = records.field_type(TrainConfig, 'metrics', 'config')
+        options = records.field_options(TrainConfig)['metrics']
         return resolve_metrics(
-            records.parse(hint, self.config.get('metrics', ()), 'config.metrics')
+            records.parse(options, self.config.get('metrics', ()), 'config.metrics')
         )
 
 

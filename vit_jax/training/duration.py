@@ -21,11 +21,12 @@ class Duration(records.Record):
     examples: int | None = None  # number of examples, repeated images included
     fraction: float | None = None  # fraction of all steps, from 0 to 1; not allowed in `total`
 
-    def __post_init__(self) -> None:
-        given = {unit: value for unit, value in vars(self).items() if value is not None}
-        text = f'expected exactly one of {", ".join(UNITS)}; got {", ".join(given) or "none"}'
-        records.require(len(given) == 1, f'Duration: {text}')
-        super().__post_init__()
+    def validate(self, where: str) -> None:
+        given = [unit for unit in UNITS if getattr(self, unit) is not None]
+        if len(given) != 1:
+            text = f'expected exactly one of {", ".join(UNITS)}; got {", ".join(given) or "none"}'
+            raise UserError(f'{where}: {text}')
+        super().validate(where)
 
     def check(self) -> None:
         records.require_between(self, 'steps', 'epochs', 'examples', low=0)

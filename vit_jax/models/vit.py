@@ -329,7 +329,7 @@ class Encoder(ViTModule):
         return self.is_initializing() or has_taps or self.compute.last_block == 'whole'
 
     def _stack_blocks(self) -> Callable[..., tuple[Tokens, None]]:
-        """Makes a module that applies all blocks: a loop of `compute.unroll` blocks per iteration."""
+        """Makes a module that applies all blocks, `compute.unroll` of them per iteration."""
         unroll = min(int(self.compute.unroll), self.config.depth)
         blocks = nn.scan(
             apply_remat(Block, self.compute, in_loop=unroll == 1, wrap=nn.remat),

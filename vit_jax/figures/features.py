@@ -11,11 +11,14 @@ colors in all photos, and the framed patch is similar to its own object only.
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from vit_jax.analysis import filters, residual
+from vit_jax.analysis import residual
 from vit_jax.figures import layers, style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
+from vit_jax.figures.filters import principal_components, to_unit_range
 
-_FITTED, _SHOWN, _PAIRS = 64, 6, 2  # images: for the components, drawn, drawn per row
+_FITTED = 64  # images for the components
+_SHOWN = 6  # drawn images
+_PAIRS = 2  # drawn images per row
 
 
 def compute(images: Images, model: PlacedModel) -> Numbers:
@@ -25,12 +28,13 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     the fractions of the variance `explained` (k), the cosine `similarity` (b rows columns) to the
     chosen patch, and the row and column of that `patch` (2).
     """
-    prefix, grid = model.vit.num_prefix_tokens, model.vit.grid
+    prefix = model.vit.num_prefix_tokens
+    grid = model.vit.grid
     last = layers.all_layers(model.vit)[-1:]
     wanted = layers.same_reduction(last, lambda tokens: tokens[:, prefix:].astype(np.float32))
     captures = images.capture(model, wanted, _FITTED)
     patches = np.concatenate([layers.select_layers(each, last)[0] for each in captures])[:_FITTED]
-    axes, explained = filters.principal_components(patches.reshape(-1, patches.shape[-1]).T, 3)
+    axes, explained = principal_components(patches.reshape(-1, patches.shape[-1]).T, 3)
     weights = np.pad(axes, ((0, 3 - len(axes)), (0, 0)))  # zeros if there are fewer than three
     shown = patches[:_SHOWN]
     maps = np.einsum('kd,bnd->kbn', weights, shown).reshape(3, len(shown), *grid)
@@ -40,7 +44,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     similarity = residual.cosine(shown, shown[:, chosen : chosen + 1])
     return {
         'images': images.first_images(model, len(shown)),
-        'components': np.asarray(filters.to_unit_range(maps)).transpose(1, 2, 3, 0),
+        'components': np.asarray(to_unit_range(maps)).transpose(1, 2, 3, 0),
         'explained': np.asarray(explained),
         'similarity': np.asarray(similarity).reshape(-1, *grid),
         'patch': np.array((row, column)),
@@ -49,13 +53,16 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
 
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws each image with its components and its similarities."""
-    images, similarity = numbers['images'], numbers['similarity']
-    (height, width), (rows, columns) = images.shape[1:3], similarity.shape[1:]
-    pairs, share = min(_PAIRS, len(images)), np.nansum(numbers['explained'])
+    images = numbers['images']
+    similarity = numbers['similarity']
+    height, width = images.shape[1:3]
+    rows, columns = similarity.shape[1:]
+    pairs = min(_PAIRS, len(images))
+    share = np.nansum(numbers['explained'])
     title = f'Patch features: three principal components ({share:.0%} of the variance), '
     title += 'and similarity to the framed patch'
-    size = 1.6, 1.6 * height / width + 0.1
-    drawing, axes = style.panels(-(-len(images) // pairs), 3 * pairs, *size, title)
+    panel_height = 1.6 * height / width + 0.1
+    drawing, axes = style.panels(-(-len(images) // pairs), 3 * pairs, 1.6, panel_height, title)
     low = float(np.nanmin(similarity, initial=1))
     for panel, name in zip(axes[0], ('photo', 'components', 'similarity') * pairs, strict=True):
         panel.set_title(name, pad=3)

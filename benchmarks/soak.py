@@ -143,7 +143,8 @@ def simulate_useful_time(recoveries: list[float], hours: int = 1000) -> float:
     Kills come at random, one in 30 minutes on average. Each costs a measured recovery, drawn at
     random, and the steps since the last checkpoint, which is written once a minute.
     """
-    moments, wall, useful = random.Random(0), 0.0, 0.0
+    moments = random.Random(0)
+    wall = useful = 0.0
     while wall < hours * 3600:
         alive = moments.expovariate(1 / KILL_EVERY_SECONDS)
         wall += alive + moments.choice(recoveries)
@@ -161,7 +162,8 @@ def summarize(count: int, record: list[dict[str, Any]], difference: str) -> str:
         if index not in one['victims']
     ]
     restarts = f'{sum(code == REQUEUE for code in others)}/{len(others)}'
-    median, high = statistics.median(seconds), seconds[int(0.95 * len(seconds))]
+    median = statistics.median(seconds)
+    high = seconds[int(0.95 * len(seconds))]
     within = f'{sum(one <= 15 for one in seconds)}/{len(seconds)}'
     numbers = f'{seconds[0]:>8.1f}{median:>8.1f}{high:>8.1f}{seconds[-1]:>8.1f}'
     useful = f'{simulate_useful_time(seconds):>9.1%}'
@@ -169,12 +171,13 @@ def summarize(count: int, record: list[dict[str, Any]], difference: str) -> str:
     return f'{count:>9}{len(record):>7}{numbers}{within:>10}{useful}{restarts:>10}  {same}'
 
 
-def describe_difference(folder: pathlib.Path, whole: pathlib.Path, metrics: bool = True) -> str:
+def describe_difference(folder: pathlib.Path, whole: pathlib.Path) -> str:
     """Returns how the run in `folder` differs from the run in `whole`; '' if it does not."""
-    (params, actual_lines), (expected, expected_lines) = result(folder), result(whole)
-    if any(not np.array_equal(params[name], leaf) for name, leaf in expected.items()):
+    params, lines = result(folder)
+    expected_params, expected_lines = result(whole)
+    if any(not np.array_equal(params[name], leaf) for name, leaf in expected_params.items()):
         return 'parameters differ'
-    return 'metrics.jsonl differs' if metrics and actual_lines != expected_lines else ''
+    return '' if lines == expected_lines else 'metrics.jsonl differs'
 
 
 def measure(folder: pathlib.Path, count: int, kills: int) -> tuple[list[dict[str, Any]], str]:

@@ -13,10 +13,9 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import device, device_parts, fault_injection
+from benchmarks import device, device_parts
 from benchmarks.communication import Traffic, count_sent_bytes, minimum_sent_bytes
 from benchmarks.device import LIMITS, Results
-from benchmarks.fault_injection import Outcome
 from tests import tiny
 from tests.hosts import ROOT, environment
 from vit_jax.distributed import meshes
@@ -145,16 +144,3 @@ def test_the_least_over_tensor_is_a_sum_of_each_branch_forward_and_backward():
     assert (
         minimum_sent_bytes([kernel], mesh, itemsize=2, branches=1000) == of_gradient + of_branches
     )
-
-
-def test_a_row_that_breaks_is_named_and_the_exit_code_says_so(monkeypatch, capsys):
-    def breaking():
-        raise OSError('the disk is on fire')
-
-    known = {'good': ('x', lambda: Outcome(3, [])), 'bad': ('y', breaking)}
-    monkeypatch.setattr(fault_injection, 'make_rows', lambda number: known)
-    assert fault_injection.run(['good'], 1) == 0
-    assert fault_injection.run([], 1) == 1
-    assert 'OSError: the disk is on fire' in capsys.readouterr().out
-    with pytest.raises(SystemExit, match='good, bad'):
-        fault_injection.run(['ugly'], 1)

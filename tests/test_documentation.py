@@ -19,7 +19,7 @@ from tests.pages import NOTEBOOKS, PAGES, ROOT, blocks, cells, commands, inline
 from tests.workplace import workplace
 from vit_jax.__main__ import find_programs
 from vit_jax.base import UserError, records
-from vit_jax.checkpoints import published
+from vit_jax.checkpoints.remote import PUBLISHED
 from vit_jax.cli import config_files, config_help
 from vit_jax.config import TrainConfig
 from vit_jax.studies.config import Study
@@ -171,8 +171,8 @@ def test_published_checkpoints_that_are_named_exist():
     for page in (*PAGES, *NOTEBOOKS):
         for line in page.read_text().splitlines():
             for found in re.findall(r'\b(?:augreg|vit):[A-Z][\w+/-]*', line):
-                row = f'{found}-in21k' in published.FILES and line.startswith(f'| `{found}` |')
-                if found not in published.FILES and not row:
+                row = f'{found}-in21k' in PUBLISHED and line.startswith(f'| `{found}` |')
+                if found not in PUBLISHED and not row:
                     wrong.append(f'{name(page)}: {found}')
     assert not wrong, '\n'.join(wrong)
 

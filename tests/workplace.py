@@ -24,7 +24,7 @@ import numpy as np
 from tests import hosts
 from tests.pages import ROOT
 from tests.servers import web
-from vit_jax.checkpoints import published
+from vit_jax.checkpoints.remote import PUBLISHED
 
 REFERENCE = ROOT / 'tests/reference'
 
@@ -217,7 +217,7 @@ def _published():
     files = {path.name: path.read_bytes() for path in (REFERENCE / 'hf_vit').iterdir()}
     answers = web.repository('google/vit-base-patch16-224', {'main': files})
     network = web.Answer((REFERENCE / 'google_vit_token_prelogits.npz').read_bytes())
-    for one in published.FILES.values():
+    for one in PUBLISHED.values():
         answers['/' + one.address.removeprefix('gs://')] = network
     return answers
 

@@ -47,10 +47,10 @@ from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener, require_
 from vit_jax.evaluation import head, imagenet_suite
 from vit_jax.evaluation.calibration import Calibration
 from vit_jax.evaluation.head import HeadReport, Prediction
+from vit_jax.experiment.data_manifest import find_source_run
 from vit_jax.figures import bitmaps
 from vit_jax.predict import open_output, require_new
 from vit_jax.pretrained import LoadedModel, load
-from vit_jax.studies import lineage
 from vit_jax.training.metrics import SET_METRICS, find_metric, resolve_metrics
 
 NUMBERS = 'evaluation.json'
@@ -93,7 +93,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
             require(not vars(arguments)[name], f'--{name}: not used with --suite; leave it out')
     for folder in filter(None, (arguments.out, arguments.mistakes)):
         if not arguments.suite:
-            origin = lineage.find_source_run(arguments.checkpoint)
+            origin = find_source_run(arguments.checkpoint)
             require_outside(folder, arguments.data or (origin.data if origin else None))
         make_folder(folder)
     files = []
@@ -118,7 +118,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
 
 def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     """Prints the metrics, the worst classes and the most frequent confusions; writes files."""
-    origin = lineage.find_source_run(arguments.checkpoint)
+    origin = find_source_run(arguments.checkpoint)
     data: str = arguments.data or (origin.data if origin else '')
     require(bool(data), f'--data: missing; expected labeled images: {EXPECTED}')
     own_split = origin.find_split(data) if origin else None

@@ -10,9 +10,10 @@ import pytest
 import scipy.signal
 import sklearn.decomposition
 
-from vit_jax.analysis import attention, cka, filters, localization, positions, residual
-from vit_jax.analysis.receptive_field import receptive_fields
+from vit_jax.analysis import attention, cka, residual
 from vit_jax.base import UserError
+from vit_jax.figures import filters, localization, positions
+from vit_jax.figures.receptive_fields import receptive_fields
 
 RNG = np.random.default_rng(0)
 
@@ -67,7 +68,7 @@ def test_numbers_of_tokens_and_pixels_must_match_the_grid():
     with pytest.raises(UserError, match='0 prefix tokens'):
         attention.mean_attention_distance(random_weights(1, 1, 1, 7, 7), (2, 3), (8, 8), prefix=0)
     with pytest.raises(UserError, match='0 prefix tokens'):
-        positions.similarity(np.ones((7, 4)), (2, 3), prefix=0)
+        positions.position_similarity(np.ones((7, 4)), (2, 3), prefix=0)
     with pytest.raises(UserError, match='5x6'):
         localization.split_into_patches(np.zeros((1, 5, 6, 3)), (2, 3))
 
@@ -109,7 +110,7 @@ def test_a_token_made_of_the_pixels_of_a_patch_represents_that_patch_alone():
     rotation, _ = np.linalg.qr(RNG.normal(size=(12, 12)))
     tokens = (pixels @ rotation)[:, [4, 1, 0]].swapaxes(1, 2)
     tokens[:, :, 2] = 0.1
-    total, *others = map(jax.jit(localization.localization), tokens, pixels)
+    total, *others = map(jax.jit(localization.compare_with_patches), tokens, pixels)
     for other in others:
         total = jax.tree.map(operator.add, total, other)
     expected = np.zeros((3, 6))
@@ -122,7 +123,7 @@ def test_a_position_is_similar_to_itself_and_its_multiples():
     table = RNG.normal(size=(1, 2 + 6, 5))
     table[0, 2 + 4] = -3 * table[0, 2]  # row 1, column 1 of 2x3
     table[0, 2 + 1] = 0
-    found = np.asarray(positions.similarity(table, (2, 3), prefix=2))
+    found = np.asarray(positions.position_similarity(table, (2, 3), prefix=2))
     np.testing.assert_allclose(np.einsum('rcrc->rc', found)[1], 1, atol=1e-6)
     assert found[0, 0, 1, 1] == pytest.approx(-1)
     assert np.isnan(found[0, 1]).all() and np.isnan(found).sum() == 11
@@ -182,10 +183,10 @@ CASES = {
         (2, 3, 4, 5, 5),
     ),
     'components': (filters.principal_components, (2, 2, 3, 9)),
-    'positions': (functools.partial(positions.similarity, **TILES), (1, 5, 7)),
+    'positions': (functools.partial(positions.position_similarity, **TILES), (1, 5, 7)),
     'norm_ratio': (residual.norm_ratio, (2, 3, 4), (2, 3, 4)),
     'cosine': (residual.cosine, (2, 3, 4), (2, 3, 4)),
-    'localization': (localization.localization, (8, 5, 3), (4, 8, 12)),
+    'localization': (localization.compare_with_patches, (8, 5, 3), (4, 8, 12)),
 }
 
 

@@ -21,9 +21,9 @@ from vit_jax.checkpoints import digests, transfer
 from vit_jax.checkpoints.card import Card
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.config import read_config
-from vit_jax.data import manifest
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.sources import arrays, base, imagenet, tables, tfds
+from vit_jax.experiment import data_manifest
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
@@ -156,7 +156,7 @@ READERS = {
     'config.json': lambda path: array_files.read_json_object(pathlib.Path(path)),
     'head.npz': lambda path: transfer.with_class_vectors(HEADLESS, {}, path),
     'metrics.jsonl': lambda path: read_json_lines(pathlib.Path(path)),
-    'manifest.json.gz': lambda path: manifest.read_manifest(pathlib.Path(path)),
+    'manifest.json.gz': lambda path: data_manifest.read_manifest(pathlib.Path(path)),
     'photo.png': base.read_image_file,
     'names.txt': files.read_text,
     'run.json': lambda path: read_config(pathlib.Path(path)),

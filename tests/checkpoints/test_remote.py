@@ -21,7 +21,7 @@ from tests.servers import web
 from tests.servers.web import wait_until
 from vit_jax import convert
 from vit_jax.base.errors import MissingFile, UserError
-from vit_jax.checkpoints import published, remote
+from vit_jax.checkpoints import remote
 from vit_jax.checkpoints.formats import google
 from vit_jax.experiment.build import build_experiment, open_start
 from vit_jax.models import count_params, variant
@@ -264,7 +264,7 @@ WITH_HIDDEN_LAYER = 'vit:B/16-in21k'  # in its head
         WITH_HIDDEN_LAYER,
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in published.FILES
+            for name in remote.PUBLISHED
             if name != WITH_HIDDEN_LAYER
         ),
     ],
@@ -279,7 +279,7 @@ def test_a_published_file_is_as_large_as_the_network_of_its_name(name):
     if collection == 'vit' and pretrained:  # whose heads have a hidden layer
         config.representation_size = config.width
     mebibytes = 4 * count_params(config) / 2**20
-    assert abs(published.find_published(name).mebibytes - mebibytes) < 1
+    assert abs(remote.PUBLISHED[name].mebibytes - mebibytes) < 1
 
 
 def add(server, revisions, name='owner/name'):
@@ -410,14 +410,14 @@ def test_a_published_name_is_the_same_network_from_each_address(
     server, name, tmp_path, monkeypatch
 ):
     paper, repositories = twins(tmp_path)
-    file = published.FILES[name]
+    file = remote.PUBLISHED[name]
     bucket = '/' + file.address.removeprefix('gs://')
     repository, pinned, _ = file.copy.removeprefix('hf:').partition('@')
     files = repositories[repository.partition('/')[0]]
     add(server, {'main': files}, repository)
     if pinned:  # to the commit of the files here
         file = file._replace(copy=f'hf:{repository}@{web.commit_of(files)}')
-        monkeypatch.setitem(published.FILES, name, file)
+        monkeypatch.setitem(remote.PUBLISHED, name, file)
     server.answers[bucket] = web.error(403, '')
     copy = vit_jax.load(name)
     assert file.address in copy.report[1] and file.copy in copy.report[1]

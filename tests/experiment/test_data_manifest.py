@@ -16,18 +16,24 @@ from vit_jax.checkpoints import digests
 from vit_jax.config import EvalConfig, write_config
 from vit_jax.data.image_preprocessing import Resize
 from vit_jax.data.loading import ImageReader
-from vit_jax.data.manifest import SplitManifest, describe_differences, read_manifest
 from vit_jax.data.sources.opening import make_opener
 from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import probing
 from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 from vit_jax.experiment import data_manifest
+from vit_jax.experiment.data_manifest import (
+    SplitKey,
+    SplitManifest,
+    describe_differences,
+    find_source_run,
+    read_manifest,
+)
 from vit_jax.experiment.workdirs import Workdir
-from vit_jax.studies import lineage
 
 NAMES = [f'{i}.jpg' for i in range(60)]
 LABELS = ['ant', 'bee', 'cat'] * 20
 SIZES = list(range(1000, 1060))
+TRAIN = SplitKey('train', 'train')
 RECORD = SplitManifest(['ant', 'bee', 'cat'], NAMES, LABELS, SIZES)
 
 
@@ -244,7 +250,7 @@ def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path,
         (photos / f'train/cat/more{i}.jpg').write_bytes(b'x')
     folder = tmp_path / 'run'
     start(folder, sources_of(photos))
-    names = sources_of(photos)['trained on train'].read_names(range(1100))
+    names = sources_of(photos)[TRAIN].read_names(range(1100))
     pathlib.Path(names[1090]).write_bytes(b'of another size')
     compared = data_manifest.compare_data(Workdir(folder), sources_of(photos), Job())
     with compared as check, pytest.raises(UserError, match=names[1090].rpartition('/')[2]):
@@ -258,7 +264,7 @@ def test_sizes_of_further_files_are_compared_in_the_background(photos, tmp_path,
 
 def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, monkeypatch):
     sources, never = sources_of(photos), threading.Event()
-    trained = sources['trained on train']
+    trained = sources[TRAIN]
     start(tmp_path, sources)
     monkeypatch.setattr(data_manifest, '_MAX_SIZES', 4)
 
@@ -267,11 +273,11 @@ def test_a_run_that_ends_early_keeps_the_sizes_that_are_known(photos, tmp_path, 
             never.wait(0.05)
         return trained.size_of(index)
 
-    slow = sources | {'trained on train': dataclasses.replace(trained, size_of=size_of)}
+    slow = sources | {TRAIN: dataclasses.replace(trained, size_of=size_of)}
     with data_manifest.compare_data(Workdir(tmp_path), slow, Job()):
         pass
     kept = read_manifest(tmp_path / 'data_manifest.json.gz')
-    assert len(kept['trained on train'].sizes) == 16
+    assert len(kept[TRAIN].sizes) == 16
 
 
 class TwoHosts(Job):
@@ -325,7 +331,7 @@ def trained(data, folder, *, accept=False, **changes):
 
 
 def counted(folder, data, split):
-    run = lineage.find_source_run(str(folder))
+    run = find_source_run(str(folder))
     return len(run.find_training_images(make_opener(run.held_out)(str(data), split)))
 
 
@@ -364,10 +370,12 @@ def test_what_an_earlier_start_or_run_was_trained_on_stays_known(data, tmp_path)
 
 def test_a_record_that_lacks_sizes_is_a_gap_beside_a_whole_one(data, tmp_path, monkeypatch):
     run = trained(data, tmp_path / 'run')
-    assert not lineage.find_source_run(str(run)).gaps
+    assert not find_source_run(str(run)).gaps
     splits = read_manifest(run / 'data_manifest.json.gz')
-    (name,) = (name for name in splits if name.startswith(data_manifest.TRAINED_PREFIX))
-    splits = {name: splits[name]._replace(sizes=[10]), f'{name} until step 5': splits[name]}
-    monkeypatch.setattr(lineage, 'read_manifest', lambda _: splits)
-    (gap,) = lineage.find_source_run(str(run)).gaps
+    splits = {
+        TRAIN: splits[TRAIN]._replace(sizes=[10]),
+        TRAIN._replace(until_step=5): splits[TRAIN],
+    }
+    monkeypatch.setattr(data_manifest, 'read_manifest', lambda _: splits)
+    (gap,) = find_source_run(str(run)).gaps
     assert 'incomplete' in gap

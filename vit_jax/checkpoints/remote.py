@@ -5,13 +5,24 @@
                                                 a file, compared with the digest if it is given
     gs://BUCKET/FILE[:SUBTREE]                  a public file on Google Cloud Storage
     gs://BUCKET/FOLDER                          a work directory of vit_jax, read in place
-    augreg:B/16, vit:L/16-in21k                 published files (checkpoints/published.py)
+    augreg:B/16, vit:L/16-in21k                 published files (published.csv)
 
 Every other name is a local path and causes no network access. `huggingface_hub` downloads
 repositories to its own cache. Files are downloaded to CACHE/DIGEST-OF-URL/FILE.
+
+published.csv lists the checkpoints of two papers: addresses and sizes from the README of
+vision_transformer. The suffix -in21k denotes a model pre-trained on ImageNet-21k. Models without it
+were then fine-tuned on ImageNet, at 384 pixels or at the size in the name. The bucket of these
+addresses has returned HTTP 403 for everyone since February 2026 (vision_transformer issue 321).
+19 of 36 names also have a copy on the Hugging Face Hub, in timm's or transformers' format. An
+AugReg name has a copy only if timm converted exactly this file, according to timm's source
+(1.0.31); timm's other AugReg models have other hyperparameters. The copies of vit:...-in21k have no
+head; the heads in the paper's files are all zeros. The address of a copy has a commit if a page of
+the Hub shows that this commit contains the weights.
 """
 
 import contextlib
+import csv
 import hashlib
 import itertools
 import logging
@@ -24,10 +35,9 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import MissingFile, StorageError, UserError, atomic_write, require
+from vit_jax.base import MissingFile, StorageError, UserError, atomic_write, records, require
 from vit_jax.base.errors import format_error, redact_url
 from vit_jax.base.files import open_file
-from vit_jax.checkpoints import published
 from vit_jax.checkpoints.formats.array_files import (
     DESCRIPTIONS,
     ENDINGS,
@@ -51,6 +61,21 @@ _EXPECTED = (
 _TIMEOUT_SECONDS = 60  # until a server that sends nothing counts as dead
 
 
+class Published(NamedTuple):
+    """Addresses and size of a published checkpoint."""
+
+    address: str
+    mebibytes: int  # from the README; 4 bytes per parameter
+    copy: str | None = None  # a Hub repository with the same model; its digest is unknown
+
+
+_TABLE = pathlib.Path(__file__).with_name('published.csv').read_text(encoding='utf-8').splitlines()
+PUBLISHED = {  # by name
+    row['name']: Published(row['address'], int(row['mebibytes']), row['copy'] or None)
+    for row in csv.DictReader(_TABLE)
+}
+
+
 class Local(NamedTuple):
     """The local copy of a checkpoint."""
 
@@ -70,8 +95,9 @@ def redact(name: str) -> str:
 
 def to_path(name: str) -> str:
     """Returns the name as a path, without a digest; `augreg:B/16` becomes `augreg-B-16`."""
-    is_short = name in published.FILES
-    return re.sub('[:/]', '-', name) if is_short else redact(name).partition('#sha256=')[0]
+    if name in PUBLISHED:
+        return re.sub('[:/]', '-', name)
+    return redact(name).partition('#sha256=')[0]
 
 
 def require_local(path: str) -> None:
@@ -102,8 +128,15 @@ def fetch(name: str) -> Local:
 
 
 def _download_published(name: str) -> Local:
-    """Downloads the published file, or its copy on the Hub if that fails."""
-    file = published.find_published(name)
+    """Downloads the published file, or its copy on the Hub if that fails.
+
+    Raises MissingFile for an unknown name.
+    """
+    if name not in PUBLISHED:
+        raise MissingFile(
+            f'unknown name; {records.closest(name, PUBLISHED)} (docs/checkpoint_names.md lists all)'
+        )
+    file = PUBLISHED[name]
     try:
         return fetch(file.address)
     except StorageError:
@@ -146,10 +179,14 @@ def _verified_digest(path: pathlib.Path) -> str:
 
     The client compares only lengths. Its cache links the file to one named by the declared digest.
     """
-    digest, blob = _digest(path), path.resolve()
-    fits = digest == blob.name or re.fullmatch('[0-9a-f]{64}', blob.name) is None
-    text = f'expected the SHA-256 {blob.name}, got {digest}; remove {blob} to download it again'
-    require(fits, f'{path.name}: {text}')
+    digest = _digest(path)
+    blob = path.resolve()
+    is_declared = re.fullmatch('[0-9a-f]{64}', blob.name) is not None
+    if is_declared and digest != blob.name:
+        raise UserError(
+            f'{path.name}: expected the SHA-256 {blob.name}, got {digest}; '
+            f'remove {blob} to download it again'
+        )
     return digest
 
 
@@ -177,7 +214,8 @@ def fetch_url(url: str, sha256: str | None = None) -> tuple[pathlib.Path, str]:
     """
     import requests  # slow to import, and needed only for downloads
 
-    url, shown = _public_url(url), redact_url(_public_url(url))
+    url = _public_url(url)
+    shown = redact_url(url)
     name = os.fsencode(shown.rpartition('/')[2])[-200:].decode('utf-8', 'ignore')  # of 255 bytes
     path = cache_folder() / hashlib.sha256(url.encode()).hexdigest()[:16] / name
     expected = sha256.lower() if sha256 else None
@@ -234,11 +272,13 @@ def _download(response: Any, path: pathlib.Path, expected: str | None) -> str:
     encoding = response.headers.get('Content-Encoding', '').lower()
     if encoding not in ('', 'identity', 'aws-chunked'):
         raise ValueError(f'the response is compressed ({encoding}); expected an uncompressed file')
-    declared, free = response.headers.get('Content-Length', ''), shutil.disk_usage(path.parent).free
+    free = shutil.disk_usage(path.parent).free
+    declared = response.headers.get('Content-Length', '')
     size = int(declared) if declared.isdecimal() else None
     if size is not None and size > free:
         raise StorageError(f'{path}: needs {size:,} bytes; the disk has {free:,} bytes free')
-    digest, written = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    written = 0
     bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
     with bar, atomic_write(path) as file:
         task = bar.add_task(path.name, total=size)

@@ -11,9 +11,10 @@ colors in all photos, and the framed patch is similar to its own object only.
 import numpy as np
 from matplotlib.patches import Rectangle
 
-from vit_jax.analysis import filters, residual
+from vit_jax.analysis import residual
 from vit_jax.figures import layers, style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
+from vit_jax.figures.filters import principal_components, to_unit_range
 
 _FITTED = 64  # images for the components
 _SHOWN = 6  # drawn images
@@ -34,7 +35,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     captures = images.capture(model, wanted, _FITTED)
     batches = [layers.select_layers(captured, last)[0] for captured in captures]
     patches = np.concatenate(batches)[:_FITTED]
-    axes, explained = filters.principal_components(patches.reshape(-1, patches.shape[-1]).T, 3)
+    axes, explained = principal_components(patches.reshape(-1, patches.shape[-1]).T, 3)
     weights = np.pad(axes, ((0, 3 - len(axes)), (0, 0)))  # zeros if there are fewer than three
     shown = patches[:_SHOWN]
     maps = np.einsum('kd,bnd->kbn', weights, shown).reshape(3, len(shown), rows, columns)
@@ -45,7 +46,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     similarity = residual.cosine(shown, shown[:, chosen : chosen + 1])
     return {
         'images': images.first_images(model, len(shown)),
-        'components': np.asarray(filters.to_unit_range(maps)).transpose(1, 2, 3, 0),
+        'components': np.asarray(to_unit_range(maps)).transpose(1, 2, 3, 0),
         'explained': np.asarray(explained),
         'similarity': np.asarray(similarity).reshape(-1, rows, columns),
         'patch': np.array((row, column)),

@@ -6,10 +6,11 @@ has learned the grid, a tile is darkest at its own place and neighbors are simil
 rows and columns form a cross.
 """
 
+import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.analysis import positions
-from vit_jax.base import UserError
+from vit_jax.analysis.attention import require_tokens
+from vit_jax.base import Array, Float, UserError
 from vit_jax.figures import style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models.model import compute_position_table
@@ -27,7 +28,33 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
         raise UserError('not supported for separate position embeddings in each layer')
     table = compute_position_table(config, model.loaded.params)
     prefix = config.num_class_tokens
-    return {'similarity': np.asarray(positions.similarity(table, config.grid, prefix=prefix))}
+    return {'similarity': np.asarray(position_similarity(table, config.grid, prefix=prefix))}
+
+
+def position_similarity(
+    pos_embedding: Float[Array | np.ndarray, '1 n d'] | Float[Array | np.ndarray, 'n d'],
+    grid: tuple[int, int],
+    *,
+    prefix: int,
+) -> Float[Array, 'rows columns rows columns']:
+    """Computes the cosine similarity of the position embeddings of each pair of patches.
+
+    Args:
+      pos_embedding: Position embeddings of all tokens.
+      grid: Rows and columns of patches.
+      prefix: Number of tokens before the patches, which are left out.
+
+    Returns:
+      Cosine similarities; NaN if an embedding is zero.
+
+    Raises:
+      UserError: If the number of embeddings is not prefix + rows * columns.
+    """
+    *_, n, width = pos_embedding.shape
+    require_tokens(n, grid, prefix=prefix)
+    table = jnp.asarray(pos_embedding, jnp.float32).reshape(n, width)[prefix:]
+    unit = (table / jnp.linalg.norm(table, axis=1, keepdims=True)).reshape(*grid, width)
+    return jnp.einsum('rcd,ijd->rcij', unit, unit, precision='highest')
 
 
 def draw(numbers: Numbers) -> style.Drawing:

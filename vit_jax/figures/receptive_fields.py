@@ -7,19 +7,21 @@ much of the image; the skip connection emphasizes their own position.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.analysis.receptive_field import receptive_fields
-from vit_jax.base import Array, Float, Params, UserError
+from vit_jax.base import Array, Float, Int, Params, UserError
 from vit_jax.figures import layers, style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.figures.layers import Layer
 from vit_jax.models import ResNetConfig, build
 
-_LAYERS, _IMAGES, _CHANNELS = 6, 32, 2  # drawn layers; averaged images and channels
+_LAYERS = 6  # drawn layers
+_IMAGES = 32  # averaged images
+_CHANNELS = 2  # averaged channels of each image
 
 
 def compute(images: Images, model: PlacedModel) -> Numbers:
@@ -71,6 +73,39 @@ def _fields(
 
     fields = [*map(model.compile(of_batch), images.batches(model, _IMAGES))]
     return np.mean(fields, axis=0)
+
+
+def receptive_fields(
+    centers: Callable[[Float[Array, 'b h w c']], Float[Array, 'l b d']],
+    images: Float[Array | np.ndarray, 'b h w c'],
+    channels: Int[Array | np.ndarray, 'b s'],
+) -> Float[Array, 'l h w']:
+    """Computes the mean absolute gradient of each layer's center feature with respect to pixels.
+
+    These are effective receptive fields (Luo et al. 2016). This takes one backward pass per
+    layer and channel, one at a time.
+
+    Args:
+      centers: Maps images to the d features at the center of each of l layers. The features of an
+        image must not depend on other images.
+      images: Images.
+      channels: The s feature channels to differentiate for each image, from 0 to d - 1.
+
+    Returns:
+      Gradients, averaged over images, feature channels and colors.
+    """
+    features, pullback = jax.vjp(centers, jnp.asarray(images))
+    each = jnp.arange(len(images))
+
+    def field_of_channel(layer: Int[Array, ''], channel: Int[Array, 'b']) -> Float[Array, 'h w']:
+        (gradients,) = pullback(jnp.zeros_like(features).at[layer, each, channel].set(1))
+        return jnp.abs(gradients).mean(axis=(0, 3), dtype=jnp.float32)
+
+    def field(layer: Int[Array, '']) -> Float[Array, 'h w']:
+        drawn = jnp.asarray(channels).T
+        return jax.lax.map(lambda channel: field_of_channel(layer, channel), drawn).mean(axis=0)
+
+    return jax.lax.map(field, jnp.arange(len(features)))
 
 
 def draw(numbers: Numbers) -> style.Drawing:

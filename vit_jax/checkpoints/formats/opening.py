@@ -19,7 +19,7 @@ import numpy as np
 
 from vit_jax.base import Params, UserError, plural, records, require, tree_names, usable
 from vit_jax.base.storage import is_remote
-from vit_jax.checkpoints import published, remote, store, transfer
+from vit_jax.checkpoints import remote, store, transfer
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import array_files, google, inference, name_map, stablehlo
 from vit_jax.checkpoints.formats.array_files import FileContents, LazyArray
@@ -77,7 +77,8 @@ def open_checkpoint(
       UserError: If the checkpoint is not supported or damaged; the message names the path.
     """
     local, origin = remote.fetch(path)
-    is_of_paper, path = path in published.FILES, remote.redact(path)
+    is_of_paper = path in remote.PUBLISHED
+    path = remote.redact(path)
     if is_of_paper:  # converted copies also have the GELU and epsilon of the paper's code
         hints = inference.with_defaults(hints, google.HINTS)
     place, key = pathlib.Path(local), ''

@@ -32,7 +32,8 @@ def get_config(size: str = 'small') -> Study:
         config = base.get_config('small')
         masked = {'objective': MaskedPatches(), 'total': Duration(steps=5000)}
     else:
-        config, masked = masked_patches.get_config('imagenet'), {}
+        config = masked_patches.get_config('imagenet')
+        masked = {}
         kept = 'data', 'train_split', 'eval_split', 'seed', 'start_from', 'compute'
         supervised = pretraining.get_config('imagenet,B/16')
         supervised.schedule.warmup = Duration(fraction=0.1)  # 9,400 steps for all images
@@ -50,7 +51,7 @@ def get_config(size: str = 'small') -> Study:
     else:
         grids['tune'].published = {'masked-100%': 0.799}
         for share, split in labels.items():  # trained and fine-tuned on the same share
-            grid_name = f'scratch-{share[:-1]}'  # percent
+            grid_name = f'scratch-{share.removesuffix("%")}'
             grids[grid_name] = Grid(changes=scratch | split, measures=())
             grids[f'{grid_name}-tuned'] = Grid(
                 start_from=grid_name,

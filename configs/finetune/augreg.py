@@ -10,25 +10,38 @@ Command: python -m vit_jax.finetune --config=configs/finetune/augreg.py:cifar10 
              --config.start_from=augreg:B/16-in21k
 """
 
+from typing import NamedTuple
+
 from vit_jax.config import TrainConfig
 from vit_jax.configs.finetune import vit
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import InceptionCrop
 
-# Data, test split, steps, warm-up steps.
+
+class Row(NamedTuple):
+    """A data set and the length of its fine-tuning."""
+
+    data: str
+    eval_split: str = 'test'
+    steps: int = 500
+    warmup: int = 100  # steps
+
+
 ROWS = {
-    'cifar10': ('tfds:cifar10', 'test', 500, 100),
-    'cifar100': ('tfds:cifar100', 'test', 500, 100),
-    'pets': ('tfds:oxford_iiit_pet', 'test', 500, 100),
-    'flowers': ('tfds:oxford_flowers102', 'test', 500, 100),
-    'imagenet': ('tfds:imagenet2012', 'validation', 20_000, 500),
+    'cifar10': Row(data='tfds:cifar10'),
+    'cifar100': Row(data='tfds:cifar100'),
+    'pets': Row(data='tfds:oxford_iiit_pet'),
+    'flowers': Row(data='tfds:oxford_flowers102'),
+    'imagenet': Row(data='tfds:imagenet2012', eval_split='validation', steps=20_000, warmup=500),
 }
 ARGUMENTS = tuple(ROWS)
 
 
-def get_config(row: str = 'cifar10') -> TrainConfig:
+def get_config(name: str = 'cifar10') -> TrainConfig:
     """Returns the experiment for one data set."""
-    data, eval_split, steps, warmup = ROWS[row]
-    config = vit.transfer(data, eval_split, steps=steps, warmup=warmup, learning_rate=0.03)
+    row = ROWS[name]
+    config = vit.transfer(
+        row.data, row.eval_split, steps=row.steps, warmup=row.warmup, learning_rate=0.03
+    )
     config.augmentation = Augmentation(crop=InceptionCrop(), flip=True)
     return config

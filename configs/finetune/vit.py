@@ -14,6 +14,8 @@ Command: python -m vit_jax.finetune --config=configs/finetune/vit.py:cifar10,0.0
              --config.start_from=vit:B/16-in21k
 """
 
+from typing import NamedTuple
+
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import RandomCrop
@@ -23,17 +25,76 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 _SMALL = 0.001, 0.003, 0.01, 0.03
 _IMAGENET = 0.003, 0.01, 0.03, 0.06
-# Data, test split, steps, warm-up steps, learning rates, image side, decay of the Polyak average.
+
+
+class Row(NamedTuple):
+    """A row of table 4, or a model of table 2."""
+
+    data: str
+    eval_split: str
+    steps: int
+    warmup: int  # steps
+    learning_rates: tuple[float, ...]
+    side: int = 384  # of the images, in pixels
+    ema_decay: float | None = None  # decay of the Polyak average
+
+
 ROWS = {
-    'imagenet': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 384, None),
-    'imagenet512': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 512, 0.9999),
-    'imagenet518': ('tfds:imagenet2012', 'validation', 20_000, 500, _IMAGENET, 518, 0.9999),
-    'cifar100': ('tfds:cifar100', 'test', 10_000, 500, _SMALL, 384, None),
-    'cifar10': ('tfds:cifar10', 'test', 10_000, 500, _SMALL, 384, None),
-    'pets': ('tfds:oxford_iiit_pet', 'test', 500, 100, _SMALL, 384, None),
-    'flowers': ('tfds:oxford_flowers102', 'test', 500, 100, _SMALL, 384, None),
+    'imagenet': Row(
+        data='tfds:imagenet2012',
+        eval_split='validation',
+        steps=20_000,
+        warmup=500,
+        learning_rates=_IMAGENET,
+    ),
+    'imagenet512': Row(
+        data='tfds:imagenet2012',
+        eval_split='validation',
+        steps=20_000,
+        warmup=500,
+        learning_rates=_IMAGENET,
+        side=512,
+        ema_decay=0.9999,
+    ),
+    'imagenet518': Row(
+        data='tfds:imagenet2012',
+        eval_split='validation',
+        steps=20_000,
+        warmup=500,
+        learning_rates=_IMAGENET,
+        side=518,
+        ema_decay=0.9999,
+    ),
+    'cifar100': Row(
+        data='tfds:cifar100',
+        eval_split='test',
+        steps=10_000,
+        warmup=500,
+        learning_rates=_SMALL,
+    ),
+    'cifar10': Row(
+        data='tfds:cifar10',
+        eval_split='test',
+        steps=10_000,
+        warmup=500,
+        learning_rates=_SMALL,
+    ),
+    'pets': Row(
+        data='tfds:oxford_iiit_pet',
+        eval_split='test',
+        steps=500,
+        warmup=100,
+        learning_rates=_SMALL,
+    ),
+    'flowers': Row(
+        data='tfds:oxford_flowers102',
+        eval_split='test',
+        steps=500,
+        warmup=100,
+        learning_rates=_SMALL,
+    ),
 }
-ARGUMENTS = tuple(f'{row},{rate:g}' for row, values in ROWS.items() for rate in values[4])
+ARGUMENTS = tuple(f'{name},{rate:g}' for name, row in ROWS.items() for rate in row.learning_rates)
 
 
 def transfer(
@@ -57,10 +118,15 @@ def transfer(
 
 def get_config(run: str = 'imagenet,0.03') -> TrainConfig:
     """Returns the experiment of one row at one learning rate."""
-    row, rate = run.split(',')
-    data, eval_split, steps, warmup, _, side, ema_decay = ROWS[row]
+    name, rate = run.split(',')
+    row = ROWS[name]
     config = transfer(
-        data, eval_split, steps=steps, warmup=warmup, learning_rate=float(rate), side=side
+        row.data,
+        row.eval_split,
+        steps=row.steps,
+        warmup=row.warmup,
+        learning_rate=float(rate),
+        side=row.side,
     )
-    config.ema_decay = ema_decay
+    config.ema_decay = row.ema_decay
     return config

@@ -30,5 +30,6 @@ def get_config(name: str = 'caltech101') -> TrainConfig:
     config.augmentation = Augmentation(crop=crop, flip=task.flip)
     config.train_split = VTAB_1K_SPLIT
     # The paper evaluates the test images once, at the end.
-    config.eval_every_steps, config.checkpoint_every_steps = 2500, 500
+    config.eval_every_steps = 2500
+    config.checkpoint_every_steps = 500
     return config

@@ -12,6 +12,8 @@ Command: python -m vit_jax.train --config=configs/pretrain/augreg.py:i1k,B/16 --
     augreg.py:i1k,B/16,light1 selects another level.
 """
 
+from typing import NamedTuple
+
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import augreg
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing
@@ -34,10 +36,19 @@ LEVELS = {
     'i21k,B/16': 'light2',
     'i21k,L/16': 'medium2',
 }
-# Data, test split, initial bias of the head.
+
+
+class PretrainingData(NamedTuple):
+    """A data set, and the initial bias of the head."""
+
+    data: str
+    eval_split: str
+    head_bias: float
+
+
 DATA = {
-    'i1k': ('tfds:imagenet2012', 'validation', -6.9),
-    'i21k': ('tfds:imagenet21k', 'test', -10.0),
+    'i1k': PretrainingData(data='tfds:imagenet2012', eval_split='validation', head_bias=-6.9),
+    'i21k': PretrainingData(data='tfds:imagenet21k', eval_split='test', head_bias=-10.0),
 }
 ARGUMENTS = tuple(LEVELS)
 
@@ -45,13 +56,13 @@ ARGUMENTS = tuple(LEVELS)
 def get_config(run: str = 'i1k,B/16') -> TrainConfig:
     """Returns the experiment of one model, at its default level or the given level."""
     data_name, model_name, *level = run.split(',')
-    data, eval_split, head_bias = DATA[data_name]
-    model = variant(model_name, head_bias=head_bias)
+    data = DATA[data_name]
+    model = variant(model_name, head_bias=data.head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(
-        data=data,
-        eval_split=eval_split,
+        data=data.data,
+        eval_split=data.eval_split,
         model=model,
         preprocessing=Preprocessing(crop=CentralCrop()),
         augmentation=augreg(level[0] if level else LEVELS[run]),

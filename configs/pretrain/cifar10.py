@@ -34,7 +34,8 @@ def get_config() -> TrainConfig:
     # RMSNorm, the quick GELU and layout=flat are faster on a CPU.
     config.model = dataclasses.replace(MODEL, norm='rms', gelu='quick')
     config.compute = Compute(layout='flat')
-    config.total, config.batch_size = Duration(steps=4200), 128
+    config.total = Duration(steps=4200)
+    config.batch_size = 128
     config.optimizer = OptimizerConfig(kind='muon', weight_decay=0.1, clip_norm=1.0)
     config.schedule.learning_rate = 3e-3
     return config

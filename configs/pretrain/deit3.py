@@ -15,7 +15,7 @@ Command: python -m vit_jax.train --config=configs/pretrain/deit3.py:B/16 --workd
              --config.data=DATA --config.start_from=DIR
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation, RandAugment
@@ -26,8 +26,20 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-# Image size, learning rate, stochastic depth.
-MODELS = {'S/16': (224, 4e-3, 0.05), 'B/16': (192, 3e-3, 0.2), 'L/16': (192, 3e-3, 0.45)}
+
+class Pretraining(NamedTuple):
+    """The values of a model."""
+
+    side: int  # of the images, in pixels
+    learning_rate: float
+    stochastic_depth: float
+
+
+MODELS = {
+    'S/16': Pretraining(side=224, learning_rate=4e-3, stochastic_depth=0.05),
+    'B/16': Pretraining(side=192, learning_rate=3e-3, stochastic_depth=0.2),
+    'L/16': Pretraining(side=192, learning_rate=3e-3, stochastic_depth=0.45),
+}
 ARGUMENTS = (*MODELS, 'B/16,224', 'L/16,224')
 CROP = InceptionCrop(area=(0.08, 1.0))
 
@@ -35,8 +47,10 @@ CROP = InceptionCrop(area=(0.08, 1.0))
 def get_config(run: str = 'B/16') -> TrainConfig:
     """Returns the pre-training of a model, or its fine-tuning if an image size follows."""
     name, *size = run.split(',')
-    side, learning_rate, depth = MODELS[name]
-    regularization = Regularization(stochastic_depth=depth, stochastic_depth_kind='constant')
+    values = MODELS[name]
+    regularization = Regularization(
+        stochastic_depth=values.stochastic_depth, stochastic_depth_kind='constant'
+    )
     common: dict[str, Any] = {
         'data': 'tfds:imagenet2012',
         'eval_split': 'validation',
@@ -64,7 +78,11 @@ def get_config(run: str = 'B/16') -> TrainConfig:
             schedule=ScheduleConfig(learning_rate=1e-5, warmup=Duration(epochs=5.0)),
         )
     model = variant(
-        name, image_size=(side, side), gelu='exact', layer_scale=1e-4, position_resize='bicubic'
+        name,
+        image_size=(values.side, values.side),
+        gelu='exact',
+        layer_scale=1e-4,
+        position_resize='bicubic',
     )
     return TrainConfig(
         **common,
@@ -82,5 +100,5 @@ def get_config(run: str = 'B/16') -> TrainConfig:
         batch_size=2048,
         loss=LossConfig(kind='sigmoid', binary_targets=True),
         optimizer=OptimizerConfig(kind='lamb', weight_decay=0.05, epsilon=1e-8),
-        schedule=ScheduleConfig(learning_rate=learning_rate, warmup=Duration(epochs=5.0)),
+        schedule=ScheduleConfig(learning_rate=values.learning_rate, warmup=Duration(epochs=5.0)),
     )

@@ -24,7 +24,8 @@ def get_config(teacher: str = '/tmp/vit/quickstart') -> TrainConfig:
     config = quickstart.get_config()
     assert isinstance(config.model, ViTConfig)
     config.model = dataclasses.replace(config.model, width=16, mlp_dim=64, num_heads=1)
-    config.train_split, config.batch_size = 'train[:10%]', 64
+    config.train_split = 'train[:10%]'
+    config.batch_size = 64
     config.augmentation = Augmentation(shift_pixels=1, mixup=1.0)
     config.loss = LossConfig()
     config.distillation = Distillation(teacher=teacher, temperature=2.0, task_weight=0.0)

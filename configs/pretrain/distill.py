@@ -53,6 +53,9 @@ def get_config(name: str = 'bit_i1k') -> TrainConfig:
         config.preprocessing = Preprocessing(crop=CentralCrop())
         return config
     config.train_split = 'train[:99%]'
-    config.start_from, config.reuse_head, config.image_size = DEIT[name], True, (240, 240)
-    config.total, config.batch_size = Duration(epochs=90.0), 1024
+    config.start_from = DEIT[name]
+    config.reuse_head = True
+    config.image_size = (240, 240)
+    config.total = Duration(epochs=90.0)
+    config.batch_size = 1024
     return config

@@ -27,9 +27,11 @@ def get_config(size: str = 'B') -> TrainConfig:
     config.model = variant(
         f'{size}/32', image_size=(240, 240), head_bias=-10.0, position_resize='bilinear_edges'
     )
-    config.train_split, config.eval_split = 'full[51200:]', 'test'
+    config.train_split = 'full[51200:]'
+    config.eval_split = 'test'
     config.evals = {f'patch_{n}': EvalConfig(split='full[:25600]', patch_size=n) for n in SIZES}
     config.patch_sizes = SIZES
     config.total = Duration(epochs=90.0)
-    config.eval_every_steps, config.checkpoint_every_steps = 5_000, 1_000
+    config.eval_every_steps = 5_000
+    config.checkpoint_every_steps = 1_000
     return config

@@ -29,11 +29,11 @@ ARGUMENTS = tuple(vit.DATA)
 
 def get_config(name: str = 'jft') -> TrainConfig:
     """Returns the row `jft,B/16` of vit.py with the given data set and this objective."""
-    data, eval_split = vit.DATA[name][:2]
+    data = vit.DATA[name]
     return dataclasses.replace(
         vit.get_config('jft,B/16'),
-        data=data,
-        eval_split=eval_split,
+        data=data.data,
+        eval_split=data.eval_split,
         model=variant('B/16'),
         total=Duration(steps=1_000_000),
         objective=MaskedPatches(),

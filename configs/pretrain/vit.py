@@ -13,6 +13,8 @@ Command: python -m vit_jax.train --config=configs/pretrain/vit.py:imagenet,B/16 
              --config.data=DATA
 """
 
+from typing import NamedTuple
+
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import Augmentation
 from vit_jax.data.image_preprocessing import CentralCrop, InceptionCrop, Preprocessing
@@ -21,66 +23,114 @@ from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig, LossKind
 from vit_jax.training.optimizer import Decay, OptimizerConfig, ScheduleConfig
 
-# Data, test split, loss, initial bias of the head, clipping, schedule, weight decay, dropout.
-DATA: dict[str, tuple[str, str, LossKind, float, float | None, Decay, float, float]] = {
-    'jft': ('JFT-300M', 'test', 'sigmoid', -10.0, None, 'linear', 0.1, 0.0),
-    'imagenet21k': ('tfds:imagenet21k', 'test', 'sigmoid', -10.0, None, 'linear', 0.03, 0.1),
-    'imagenet': ('tfds:imagenet2012', 'validation', 'softmax', 0.0, 1.0, 'cosine', 0.3, 0.1),
+
+class PretrainingData(NamedTuple):
+    """A data set, and the values of table 3 that depend on it."""
+
+    data: str
+    eval_split: str
+    loss: LossKind
+    head_bias: float  # initial bias of the head
+    clip_norm: float | None
+    decay: Decay
+    weight_decay: float
+    dropout: float
+
+
+class Row(NamedTuple):
+    """A row of table 3."""
+
+    epochs: int
+    learning_rate: float
+
+
+DATA = {
+    'jft': PretrainingData(
+        data='JFT-300M',
+        eval_split='test',
+        loss='sigmoid',
+        head_bias=-10.0,
+        clip_norm=None,
+        decay='linear',
+        weight_decay=0.1,
+        dropout=0.0,
+    ),
+    'imagenet21k': PretrainingData(
+        data='tfds:imagenet21k',
+        eval_split='test',
+        loss='sigmoid',
+        head_bias=-10.0,
+        clip_norm=None,
+        decay='linear',
+        weight_decay=0.03,
+        dropout=0.1,
+    ),
+    'imagenet': PretrainingData(
+        data='tfds:imagenet2012',
+        eval_split='validation',
+        loss='softmax',
+        head_bias=0.0,
+        clip_norm=1.0,
+        decay='cosine',
+        weight_decay=0.3,
+        dropout=0.1,
+    ),
 }
-# Epochs and learning rate by data and model; the key has the epochs if the paper has two runs.
+# By data and model; the key has the epochs if the paper has two runs.
 ROWS = {
-    'jft,B/16': (7, 8e-4),
-    'jft,B/32': (7, 8e-4),
-    'jft,L/32': (7, 6e-4),
-    'jft,L/16,7': (7, 4e-4),
-    'jft,L/16,14': (14, 4e-4),
-    'jft,H/14': (14, 3e-4),
-    'jft,R50x1': (7, 1e-3),
-    'jft,R50x2': (7, 1e-3),
-    'jft,R101x1': (7, 8e-4),
-    'jft,R152x1': (7, 6e-4),
-    'jft,R152x2': (7, 6e-4),
-    'jft,R50+B/16': (7, 8e-4),
-    'jft,R50+B/32': (7, 8e-4),
-    'jft,R50+L/32': (7, 2e-4),
-    'jft,R50+L/16,7': (7, 4e-4),
-    'jft,R50+L/16,14': (14, 4e-4),
-    'imagenet21k,B/16': (90, 1e-3),
-    'imagenet21k,B/32': (90, 1e-3),
-    'imagenet21k,L/16,30': (30, 1e-3),
-    'imagenet21k,L/16,90': (90, 1e-3),
-    'imagenet21k,L/32,30': (30, 1e-3),
-    'imagenet21k,L/32,90': (90, 1e-3),
-    'imagenet,B/16': (300, 3e-3),
-    'imagenet,B/32': (300, 3e-3),
-    'imagenet,L/16': (300, 3e-3),
-    'imagenet,L/32': (300, 3e-3),
+    'jft,B/16': Row(epochs=7, learning_rate=8e-4),
+    'jft,B/32': Row(epochs=7, learning_rate=8e-4),
+    'jft,L/32': Row(epochs=7, learning_rate=6e-4),
+    'jft,L/16,7': Row(epochs=7, learning_rate=4e-4),
+    'jft,L/16,14': Row(epochs=14, learning_rate=4e-4),
+    'jft,H/14': Row(epochs=14, learning_rate=3e-4),
+    'jft,R50x1': Row(epochs=7, learning_rate=1e-3),
+    'jft,R50x2': Row(epochs=7, learning_rate=1e-3),
+    'jft,R101x1': Row(epochs=7, learning_rate=8e-4),
+    'jft,R152x1': Row(epochs=7, learning_rate=6e-4),
+    'jft,R152x2': Row(epochs=7, learning_rate=6e-4),
+    'jft,R50+B/16': Row(epochs=7, learning_rate=8e-4),
+    'jft,R50+B/32': Row(epochs=7, learning_rate=8e-4),
+    'jft,R50+L/32': Row(epochs=7, learning_rate=2e-4),
+    'jft,R50+L/16,7': Row(epochs=7, learning_rate=4e-4),
+    'jft,R50+L/16,14': Row(epochs=14, learning_rate=4e-4),
+    'imagenet21k,B/16': Row(epochs=90, learning_rate=1e-3),
+    'imagenet21k,B/32': Row(epochs=90, learning_rate=1e-3),
+    'imagenet21k,L/16,30': Row(epochs=30, learning_rate=1e-3),
+    'imagenet21k,L/16,90': Row(epochs=90, learning_rate=1e-3),
+    'imagenet21k,L/32,30': Row(epochs=30, learning_rate=1e-3),
+    'imagenet21k,L/32,90': Row(epochs=90, learning_rate=1e-3),
+    'imagenet,B/16': Row(epochs=300, learning_rate=3e-3),
+    'imagenet,B/32': Row(epochs=300, learning_rate=3e-3),
+    'imagenet,L/16': Row(epochs=300, learning_rate=3e-3),
+    'imagenet,L/32': Row(epochs=300, learning_rate=3e-3),
 }
 ARGUMENTS = tuple(ROWS)
 
 
 def get_config(row: str = 'imagenet,B/16') -> TrainConfig:
     """Returns the experiment of one row."""
-    epochs, learning_rate = ROWS[row]
-    data_name, model_name = row.split(',')[:2]
-    data, eval_split, loss, head_bias, clip_norm, decay, weight_decay, dropout = DATA[data_name]
-    model = variant(model_name, head_bias=head_bias)
+    data_name, model_name, *_ = row.split(',')
+    data = DATA[data_name]
+    model = variant(model_name, head_bias=data.head_bias)
     if isinstance(model, ViTConfig):
         model.representation_size = model.width
     return TrainConfig(
-        data=data,
-        eval_split=eval_split,
+        data=data.data,
+        eval_split=data.eval_split,
         model=model,
         preprocessing=Preprocessing(crop=CentralCrop()),
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),
-        total=Duration(epochs=float(epochs)),
+        total=Duration(epochs=float(ROWS[row].epochs)),
         batch_size=4096,
-        loss=LossConfig(kind=loss),
-        optimizer=OptimizerConfig(weight_decay=weight_decay, clip_norm=clip_norm),
+        loss=LossConfig(kind=data.loss),
+        optimizer=OptimizerConfig(weight_decay=data.weight_decay, clip_norm=data.clip_norm),
         schedule=ScheduleConfig(
-            kind=decay, learning_rate=learning_rate, warmup=Duration(steps=10_000)
+            kind=data.decay,
+            learning_rate=ROWS[row].learning_rate,
+            warmup=Duration(steps=10_000),
         ),
-        regularization=Regularization(dropout=dropout),
+        regularization=Regularization(dropout=data.dropout),
         eval_every_steps=10_000,
         checkpoint_every_steps=5_000,
         compute=Compute(dtype='bfloat16'),

@@ -33,8 +33,15 @@ def get_config(size: str = 'small') -> Study:
             name.replace('/', ''): {'model': augreg.get_config(f'i1k,{name}').model}
             for name in ('Ti/16', 'S/32', 'S/16', 'B/32', 'B/16', 'L/16')
         }
-        fields = 'data', 'eval_split', 'model.head_bias'
-        data = {'i1k': {}, 'i21k': dict(zip(fields, augreg.DATA['i21k'], strict=True))}
+        i21k = augreg.DATA['i21k']
+        data = {
+            'i1k': {},
+            'i21k': {
+                'data': i21k.data,
+                'eval_split': i21k.eval_split,
+                'model.head_bias': i21k.head_bias,
+            },
+        }
     else:
         # Shifts replace the Inception crop, so that the images stay on the device.
         levels = {

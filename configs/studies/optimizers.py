@@ -51,12 +51,17 @@ def get_config(size: str = 'small') -> Study:
     if size == 'muon':
         return _compare_muon()
     config = base.get_config(size)
+    published: dict[str, float] = {}
     if size == 'small':
         models: dict[str, Any] = {'resnet': {'model': base.SMALL['resnet']}}
         tasks: dict[str, Any] = {'digits': base.fine_tuning('small')}
     else:
         config = dataclasses.replace(vit.get_config('jft,R50x1'), fewshot=config.fewshot)
-        models, tasks = base.rows('R50x1', 'R152x2'), base.TASKS
+        models = base.rows('R50x1', 'R152x2')
+        tasks = base.TASKS
+        for optimizer, accuracies in PUBLISHED.items():
+            for run, accuracy in base.published(accuracies).items():
+                published[f'{run}-{optimizer}'] = accuracy
     return Study(
         title='Fine-tuning ResNets',
         base=config,
@@ -65,12 +70,7 @@ def get_config(size: str = 'small') -> Study:
             'tune': Grid(
                 start_from='train',
                 axes={'task': tasks, 'optimizer': OPTIMIZERS},
-                published={
-                    f'{run}-{optimizer}': accuracy
-                    for optimizer, accuracies in PUBLISHED.items()
-                    for run, accuracy in base.published(accuracies).items()
-                    if size == 'full'
-                },
+                published=published,
             ),
         },
         seeds=(0, 1, 2),

@@ -54,7 +54,9 @@ def get_config(size: str = 'small') -> Study:
         )
         near = base.fine_tuning('full', 'pets,0.01')
         far = near | {'data': 'tfds:eurosat/rgb', 'eval_split': 'train[90%:]'}
-        tasks, before, start = {'near': near, 'far': far}, {}, {}
+        tasks = {'near': near, 'far': far}
+        before = {}
+        start = {}
     rate = tasks['near']['schedule'].learning_rate / 10
     trained = TRAINED | {'small-rate': {'schedule.learning_rate': rate}}
     tune = Grid(axes={'target': tasks, 'data': SHARES[size], 'trained': trained}, **start)

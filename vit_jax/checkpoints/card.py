@@ -34,9 +34,13 @@ class Card(Record):
     def check(self) -> None:
         """Checks the class names and the grid, which serves readers that cannot build the model."""
         require(self.grid == self.model.grid, f'grid={self.grid}: expected {self.model.grid}')
-        count, outputs = len(self.class_names), self.model.num_classes or 0
-        right = f'expected one for each of the {outputs:,} outputs, or none'
-        require(count in (0, outputs), f'class_names: got {count:,} names; {right}')
+        num_names = len(self.class_names)
+        num_outputs = self.model.num_classes or 0
+        require(
+            num_names in (0, num_outputs),
+            f'class_names: got {num_names:,} names; '
+            f'expected one for each of the {num_outputs:,} outputs, or none',
+        )
 
     @property
     def is_projection(self) -> bool:

@@ -24,7 +24,8 @@ from vit_jax.base.storage import Path, sync, usable
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import ModelConfig
 
-FILE, CARD = 'digests.json', 'card.json'
+FILE = 'digests.json'
+CARD = 'card.json'
 DAMAGED = 'damaged'  # the folder to which damaged checkpoints are moved
 PARTIAL = '.partial-'  # prefix of a checkpoint on a disk while it is written or removed
 
@@ -79,15 +80,15 @@ def verify_digests(folder: Path) -> None:
       StorageError: If a file cannot be read; the checkpoint may be undamaged.
     """
     with usable(folder / FILE):
-        text = read_file(folder / FILE, Limit.JSON_BYTES) if is_complete(folder) else b''
+        digests_json = read_file(folder / FILE, Limit.JSON_BYTES) if is_complete(folder) else b''
     try:
-        written = dict(parse_json(text))
+        written = dict(parse_json(digests_json))
     except (ValueError, TypeError):
         written = {}
     actual = _digests(folder)
-    wrong = sorted(name for name in written if written[name] != actual.get(name))
-    if wrong or not written:
-        names = ', '.join(wrong[:3]) or FILE
+    changed = sorted(name for name in written if written[name] != actual.get(name))
+    if changed or not written:
+        names = ', '.join(changed[:3]) or FILE
         raise DamagedCheckpoint(f'checkpoint {folder}: damaged since it was written: {names}')
 
 
@@ -148,22 +149,23 @@ def remove_partial(folder: Path) -> None:
 
 def quarantine(folder: Path) -> Path:
     """Moves a damaged checkpoint to the sibling folder `damaged`; returns its new path."""
-    place = folder.parent / DAMAGED / f'{folder.name}-{time.time_ns()}'
-    with usable(place):
+    target = folder.parent / DAMAGED / f'{folder.name}-{time.time_ns()}'
+    with usable(target):
         if storage.is_remote(folder):
-            storage.move_bucket_folder(folder, place)
+            storage.move_bucket_folder(folder, target)
         else:
-            place.parent.mkdir(exist_ok=True)
-            folder.rename(place)
-    return place
+            target.parent.mkdir(exist_ok=True)
+            folder.rename(target)
+    return target
 
 
 def digest_model(config: ModelConfig, params: Params, preprocessing: Preprocessing) -> str:
     """Returns a SHA-256 digest of architecture, parameters and pixel normalization."""
-    scaling = preprocessing.mean, preprocessing.std, 'float32'
-    parts = json.dumps(records.to_dict(config)), repr(scaling)
-    total = hashlib.sha256()
-    for part in itertools.chain(parts, *tree_names.named_leaves(params).items()):
-        data = np.asarray(part).tobytes()
-        total.update(len(data).to_bytes(8, 'little') + data)
-    return total.hexdigest()
+    architecture = json.dumps(records.to_dict(config))
+    normalization = repr((preprocessing.mean, preprocessing.std, 'float32'))
+    names_and_arrays = itertools.chain.from_iterable(tree_names.named_leaves(params).items())
+    digest = hashlib.sha256()
+    for value in (architecture, normalization, *names_and_arrays):
+        data = np.asarray(value).tobytes()
+        digest.update(len(data).to_bytes(8, 'little') + data)
+    return digest.hexdigest()

@@ -34,16 +34,23 @@ def resize_positions(params: Params, old: ViTConfig, new: ViTConfig) -> Params:
     """
     if old.grid == new.grid:
         return {}
-    text = f'positions={old.positions}: cannot be resized from grid {old.grid} to {new.grid}'
-    require(old.positions not in FIXED_GRID, text)
+    require(
+        old.positions not in FIXED_GRID,
+        f'positions={old.positions}: cannot be resized from grid {old.grid} to {new.grid}',
+    )
     resized = {}
-    for name, (has_rows, has_columns) in position_table_axes(old).items():
-        before, after = (
-            (rows if has_rows else 1, columns if has_columns else 1)
-            for rows, columns in (old.grid, new.grid)
-        )
-        resized[name] = resize_table(params[name], before, after, how=old.position_resize)
+    for name, axes in position_table_axes(old).items():
+        old_grid = _table_grid(old.grid, axes)
+        new_grid = _table_grid(new.grid, axes)
+        resized[name] = resize_table(params[name], old_grid, new_grid, how=old.position_resize)
     return resized
+
+
+def _table_grid(grid: Grid, axes: tuple[bool, bool]) -> Grid:
+    """Returns the grid of a table that has the rows or the columns of the patches, or both."""
+    rows, columns = grid
+    has_rows, has_columns = axes
+    return rows if has_rows else 1, columns if has_columns else 1
 
 
 def resize_table(
@@ -55,10 +62,11 @@ def resize_table(
     `scipy.ndimage.zoom(order=1)` in the paper's code, for any pair of grids.
     """
     prefix = table.shape[-2] - old[0] * old[1]
-    rows, columns = (_weights(size, target, how) for size, target in zip(old, new, strict=True))
-    layers, width = table.shape[:-2], table.shape[-1]
+    row_weights = _weights(old[0], new[0], how)
+    column_weights = _weights(old[1], new[1], how)
+    *layers, _, width = table.shape
     grid = table[..., prefix:, :].reshape(*layers, *old, width)
-    resized = _resize_axes(grid, rows, columns).reshape(*layers, -1, width)
+    resized = _resize_axes(grid, row_weights, column_weights).reshape(*layers, -1, width)
     concatenate = jnp.concatenate if isinstance(table, jax.Array) else np.concatenate
     return concatenate([table[..., :prefix, :], resized], axis=-2)
 
@@ -109,12 +117,14 @@ def resize_patches(
 
     If patches are enlarged bilinearly, the resized kernel gives the same tokens as the old one.
     """
-    rows, columns = (
-        np.linalg.pinv(_weights(old, size, 'bilinear_edges').T)
-        for old, size in zip(kernel.shape[:2], new, strict=True)
-    )
+
+    def weights(old_size: int, new_size: int) -> np.ndarray:
+        return np.linalg.pinv(_weights(old_size, new_size, 'bilinear_edges').T)
+
+    row_weights = weights(kernel.shape[0], new[0])
+    column_weights = weights(kernel.shape[1], new[1])
     by_channel = kernel.transpose(2, 0, 1, 3)
-    return _resize_axes(by_channel, rows, columns).transpose(1, 2, 0, 3)
+    return _resize_axes(by_channel, row_weights, column_weights).transpose(1, 2, 0, 3)
 
 
 def rechannel(kernel: Float[np.ndarray, 'p q c d'], new: int) -> Float[np.ndarray, 'p q e d']:

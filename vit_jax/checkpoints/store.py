@@ -6,8 +6,9 @@
                             /progress.json  recent metrics and counters, for a resumed run
                             /digests.json   checksums of all these files (checkpoints/digests.py)
 
-Parameters are a separate orbax item, so that they can be loaded without the optimizer. On disks a
-checkpoint has another name while it is written or removed, so that a folder STEP is complete.
+Parameters are a separate orbax item, so that they can be loaded without the optimizer. While it is
+written or removed, a checkpoint on a disk has a temporary name: a folder named STEP is always
+complete.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,8 +36,17 @@ from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.digests import CARD, DamagedCheckpoint, is_complete
 from vit_jax.distributed.sharding_rules import abstract_arrays
 
-FOLDER, PROGRESS = 'checkpoints', 'progress.json'
+FOLDER = 'checkpoints'
+PROGRESS = 'progress.json'
 Json = dict[str, Any]
+
+
+class Restored(NamedTuple):
+    """The contents of a checkpoint of a run."""
+
+    params: Params
+    training: Any  # the rest of the training state
+    progress: Json  # the JSON values that were saved
 
 
 class Checkpoints:
@@ -65,7 +75,9 @@ class Checkpoints:
         check_lease: Callable[[], None] = lambda: None,
     ):
         self._folder = storage.resolve_folder(workdir) / FOLDER
-        self._keep, self._sync_first, self._check_lease = keep, sync_first, check_lease
+        self._keep = keep
+        self._sync_first = sync_first
+        self._check_lease = check_lease
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
         make_folder(self._folder)
@@ -118,13 +130,15 @@ class Checkpoints:
             thread.start()
         except Exception as error:
             raise self._explained(error) from error
-        self.latest_step, self._thread = step, thread
+        self.latest_step = step
+        self._thread = thread
 
     def _partial(self, step: int) -> Path:
         """Returns the folder to write: on buckets, which cannot rename, the final one."""
         final = self.path(step)
-        remote = storage.is_remote(final)
-        return final if remote else final.with_name(digests.PARTIAL + final.name)
+        if storage.is_remote(final):
+            return final
+        return final.with_name(digests.PARTIAL + final.name)
 
     def _finish(self, step: int, best: int | None, texts: dict[str, Json]) -> None:
         """Waits for the arrays of all processes; process 0 then completes the checkpoint."""
@@ -147,7 +161,7 @@ class Checkpoints:
             return error
         return StorageError(f'{self._folder}: cannot write a checkpoint: {format_error(error)}')
 
-    def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Any:
+    def restore(self, step: int, like: tuple[Params, Any], shardings: tuple[Any, Any]) -> Restored:
         """Restores a step.
 
         Args:
@@ -155,27 +169,30 @@ class Checkpoints:
           like: Arrays or shapes of (params, training).
           shardings: The sharding of each array in `like`.
 
-        Returns:
-          (params, training, progress), where `progress` are the JSON values that were saved.
-
         Raises:
           UserError: If a name, shape or type differs from the saved one; the message names it.
           DamagedCheckpoint: If a file has changed since it was written.
         """
         params, training = abstract_arrays(like, shardings)
         targets = {'params': params, 'training': tree_names.named_leaves(training)}
-        reader, restored = _array_handler(), {}
+        reader = _array_handler()
+        restored = {}
         with _readable(self.path(step)) as folder:
             for item, target in targets.items():
-                saved = reader.metadata(folder / item).tree
-                named = tree_names.named_leaves(saved), tree_names.named_leaves(target)
-                tree_names.compare_leaves(*named, where=f'checkpoint {self.path(step)}/{item}')
-                placed = ocp.checkpoint_utils.construct_restore_args(target)
-                arguments = ocp.args.PyTreeRestore(target, placed)
+                tree_names.compare_leaves(
+                    tree_names.named_leaves(reader.metadata(folder / item).tree),
+                    tree_names.named_leaves(target),
+                    where=f'checkpoint {self.path(step)}/{item}',
+                )
+                restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+                arguments = ocp.args.PyTreeRestore(target, restore_args)
                 restored[item] = reader.restore(folder / item, args=arguments)
         leaves = [restored['training'][name] for name in targets['training']]
-        training = jax.tree.unflatten(jax.tree.structure(training), leaves)
-        return restored['params'], training, _read_json(self.path(step), PROGRESS)
+        return Restored(
+            params=restored['params'],
+            training=jax.tree.unflatten(jax.tree.structure(training), leaves),
+            progress=_read_json(self.path(step), PROGRESS),
+        )
 
     def check(self) -> None:
         """Raises the error of the background thread, if there is any."""
@@ -245,10 +262,12 @@ def quarantine_damaged(workdir: Path) -> list[str]:
         except DamagedCheckpoint as error:
             lines.append(f'{error}; moved to {digests.quarantine(folder)}')
     damaged = workdir / FOLDER / digests.DAMAGED
-    advice = f'to train again from step 0, remove {damaged}, or choose another --workdir'
-    text = '\n  '.join([f'workdir {workdir}: every checkpoint is damaged; {advice}', *lines])
     with usable(damaged):
-        require(not damaged.is_dir(), text)
+        has_damaged = damaged.is_dir()
+    if has_damaged:
+        advice = f'to train again from step 0, remove {damaged}, or choose another --workdir'
+        first = f'workdir {workdir}: every checkpoint is damaged; {advice}'
+        raise UserError('\n  '.join([first, *lines]))
     return lines
 
 
@@ -259,8 +278,10 @@ def checkpoint_folder(path: str) -> Path:
       MissingFile: If there is no complete checkpoint.
     """
     root = storage.resolve_folder(path)
-    of_run = [f / str(step) for f in (root / FOLDER, root) for step in digests.list_steps(f)]
-    for folder in [root, *of_run]:
+    candidates = [root]
+    for parent in (root / FOLDER, root):
+        candidates += [parent / str(step) for step in digests.list_steps(parent)]
+    for folder in candidates:
         if is_complete(folder):
             return folder
     raise MissingFile(f'{path}: neither a complete checkpoint nor a work directory with one')
@@ -294,7 +315,8 @@ def load_params(path: str) -> Params:
       MissingFile: If there is no complete checkpoint.
       DamagedCheckpoint: If a file has changed since it was written.
     """
-    folder, reader = checkpoint_folder(path), _array_handler()
+    folder = checkpoint_folder(path)
+    reader = _array_handler()
     digests.verify_digests(folder)
     with _readable(folder) as plain:
         structure = reader.metadata(plain / 'params').tree
@@ -330,12 +352,16 @@ def write_standalone(folder: Path, params: Params, card: Json) -> None:
     """
     with usable(folder):
         final = pathlib.Path(os.path.realpath(folder))
-    text = f'{folder}: a checkpoint of a run; expected another path'
-    require(not (final / 'training').exists(), text)
+    require(
+        not (final / 'training').exists(),
+        f'{folder}: a checkpoint of a run; expected another path',
+    )
     if final.is_dir() and not any(final.iterdir()):
         final.rmdir()
-    is_free = is_complete(final) or not final.exists()
-    require(is_free, f'{folder}: not a vit_jax checkpoint; remove it or choose another path')
+    require(
+        is_complete(final) or not final.exists(),
+        f'{folder}: not a vit_jax checkpoint; remove it or choose another path',
+    )
     make_folder(final.parent)
     needed = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     free = shutil.disk_usage(final.parent).free

@@ -57,60 +57,76 @@ def transfer(
     Raises:
       UserError: If an array does not fit the new model; the message names it.
     """
-    named, expected = tree_names.named_leaves(params), tree_names.named_leaves(fresh)
+    pretrained = tree_names.named_leaves(params)
+    expected = tree_names.named_leaves(fresh)
     head = head_params(fresh)
-    tanh = [n for n in named if n.startswith('pre_logits/') and n not in expected]
-    shapes = [{(n, np.shape(leaf)) for n, leaf in tree.items()} for tree in (named, expected)]
-    masked = {name for name, _ in shapes[0] ^ shapes[1] if name.startswith(f'{MASKED}/')}
+    tanh = [n for n in pretrained if n.startswith('pre_logits/') and n not in expected]
+    masked = _changed_mask_arrays(pretrained, expected)
     dropped = {*head_params(params), *tanh, *masked}
-    body = {name: leaf for name, leaf in named.items() if name not in dropped}
+    body = {name: leaf for name, leaf in pretrained.items() if name not in dropped}
     body, report = adapt(body, old=old, new=new)  # a flat dictionary is a pytree too
-    target = {name: leaf for name, leaf in expected.items() if name not in {*head, *masked}}
-    tree_names.compare_leaves(body, target, where='start_from')
-    numbers = sum(math.prod(leaf.shape) for leaf in body.values())
-    report.insert(0, f'{len(body)} of {len(target)} arrays loaded, {numbers:,} parameters')
+    expected_body = {n: leaf for n, leaf in expected.items() if n not in {*head, *masked}}
+    tree_names.compare_leaves(body, expected_body, where='start_from')
+    num_params = sum(math.prod(leaf.shape) for leaf in body.values())
+    report.insert(
+        0, f'{len(body)} of {len(expected_body)} arrays loaded, {num_params:,} parameters'
+    )
     if head:
-        linear = old.head == new.head == 'linear' and not tanh
-        names = class_names if class_names and linear else ((), ())
-        kept, line = _keep_known_classes(named, head, *names)
+        both_are_linear = old.head == new.head == 'linear' and not tanh
+        old_names, new_names = class_names if class_names and both_are_linear else ((), ())
+        kept, line = _keep_known_classes(pretrained, head, old_names, new_names)
         to_zero = ' to zero' if new.head == 'linear' else ''
         report.append(line or f'head: reset{to_zero}, for {new.num_classes} classes')
         body |= kept
     if tanh:
         report.append('pre_logits: dropped with the pre-trained head')
     if masked:
-        what = 'reset' if masked & expected.keys() else 'dropped'
-        report.append(f'mask token and patch head: {what} ({", ".join(sorted(masked))})')
+        action = 'reset' if masked & expected.keys() else 'dropped'
+        report.append(f'mask token and patch head: {action} ({", ".join(sorted(masked))})')
     return Transferred(tree_names.map_named(lambda name, leaf: body.get(name, leaf), fresh), report)
 
 
+def _changed_mask_arrays(old: Params, new: Params) -> set[str]:
+    """Returns the names of mask token and patch head that only one model has with this shape."""
+    names = {name for name in old.keys() | new.keys() if name.startswith(f'{MASKED}/')}
+    return {
+        name
+        for name in names
+        if name not in old or name not in new or np.shape(old[name]) != np.shape(new[name])
+    }
+
+
 def _keep_known_classes(
-    found: Params, fresh: Params, old: Sequence[str], new: Sequence[str]
+    pretrained: Params, fresh: Params, old: Sequence[str], new: Sequence[str]
 ) -> tuple[Params, str | None]:
     """Returns a linear head whose classes keep their old columns by name, and a report line.
 
     Returns no head (an empty dictionary) if the old model has less than half of the new classes: a
     few equal names may be a coincidence, and a mostly new head is better reset entirely.
     """
-    columns, same = {name: column for column, name in enumerate(old)}, match_names(new, old)
-    sources = {column: columns[same[name]] for column, name in enumerate(new) if name in same}
-    fits = found.keys() >= fresh.keys() and all(
-        found[name].shape == (*leaf.shape[:-1], len(old)) for name, leaf in fresh.items()
+    old_columns = {name: column for column, name in enumerate(old)}
+    old_names = match_names(new, old)
+    new_columns = [column for column, name in enumerate(new) if name in old_names]
+    sources = [old_columns[old_names[name]] for name in new if name in old_names]
+    fits = pretrained.keys() >= fresh.keys() and all(
+        pretrained[name].shape == (*leaf.shape[:-1], len(old)) for name, leaf in fresh.items()
     )
     if not sources or not fits:
         return {}, None
     count = f'{len(sources)} of {len(new)} classes'
     if 2 * len(sources) < len(new):
         return {}, f'head: reset to zero; only {count} have the name of a pre-trained class'
-    target, source = np.array([*sources]), [*sources.values()]
+    targets = np.array(new_columns)
     kept = {
-        name: jnp.asarray(leaf).at[..., target].set(np.asarray(found[name])[..., source])
+        name: jnp.asarray(leaf).at[..., targets].set(np.asarray(pretrained[name])[..., sources])
         for name, leaf in fresh.items()
         if not isinstance(leaf, jax.ShapeDtypeStruct)  # abstract parameters have no values to set
     }
-    others = [repr(name) for name in new if name not in same]
-    listed = ', '.join(others if len(others) <= 5 else [*others[:5], '...'])
-    return kept, f'head: kept for {count} (by name)' + (f'; new: {listed}' if others else '')
+    line = f'head: kept for {count} (by name)'
+    others = [repr(name) for name in new if name not in old_names]
+    if others:
+        line += f'; new: {", ".join(others if len(others) <= 5 else [*others[:5], "..."])}'
+    return kept, line
 
 
 def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
@@ -122,7 +138,8 @@ def adapt(params: Params, *, old: ModelConfig, new: ModelConfig) -> Transferred:
     Raises:
       UserError: If relative positions would have to be resized, as they fit only one grid.
     """
-    named, report = tree_names.named_leaves(params), []
+    named = tree_names.named_leaves(params)
+    report = []
     if isinstance(old, ViTConfig) and isinstance(new, ViTConfig):
         for name, resized in resize.resize_positions(named, old, new).items():
             named[name] = resized
@@ -152,13 +169,18 @@ def with_patch_size(config: ModelConfig, patch_size: int | None) -> ModelConfig:
     where = f'patch_size={patch_size}'
     if not isinstance(config, ViTConfig) or config.backbone is not None:
         raise UserError(f'{where}: a ResNet or hybrid has no other patch sizes; expected a ViT')
-    kinds = ', '.join(kind for kind in get_args(PositionKind) if kind not in FIXED_GRID)
-    wrong = f'{where}: positions={config.positions} cannot be resized; expected one of {kinds}'
-    require(config.positions not in FIXED_GRID, wrong)
+    if config.positions in FIXED_GRID:
+        kinds = ', '.join(kind for kind in get_args(PositionKind) if kind not in FIXED_GRID)
+        raise UserError(
+            f'{where}: positions={config.positions} cannot be resized; expected one of {kinds}'
+        )
     height, width = config.image_size
     sizes = [n for n in range(1, height + 1) if height % n == 0 == width % n]
-    wrong = f'{where}: patches do not fill an image of {height}x{width} pixels; expected one of '
-    require(patch_size in sizes, f'{wrong}{", ".join(map(str, sizes))}')
+    require(
+        patch_size in sizes,
+        f'{where}: patches do not fill an image of {height}x{width} pixels; '
+        f'expected one of {", ".join(map(str, sizes))}',
+    )
     return dataclasses.replace(config, patch_size=(patch_size, patch_size))
 
 
@@ -199,15 +221,16 @@ def average_params(models: Sequence[tuple[str, Card, Params]], weights: Sequence
       UserError: If the weights do not fit, or a model differs from the first in architecture,
         preprocessing, classes, loss or arrays; the message names the differences.
     """
-    fits = len(weights) == len(models) and math.isclose(sum(weights), 1, rel_tol=1e-6)
-    count = plural(len(models), 'number')
-    require(fits, f'weights={[*weights]}: expected {count} with a sum of 1')
+    require(
+        len(weights) == len(models) and math.isclose(sum(weights), 1, rel_tol=1e-6),
+        f'weights={[*weights]}: expected {plural(len(models), "number")} with a sum of 1',
+    )
     name, card, params = models[0]
+    named = tree_names.named_leaves(params)
     for other, other_card, other_params in models[1:]:
         if lines := records.differences(_comparable(card), _comparable(other_card)):
             raise_all([f'{other}: cannot be averaged with {name}:', *lines])
-        leaves = map(tree_names.named_leaves, (other_params, params))
-        tree_names.compare_leaves(*leaves, where=other)
+        tree_names.compare_leaves(tree_names.named_leaves(other_params), named, where=other)
     average = functools.partial(np.average, axis=0, weights=np.asarray(weights, np.float64))
     trees = (params for _, _, params in models)
     return jax.tree.map(lambda *leaves: average(leaves).astype(np.float32), *trees)
@@ -268,24 +291,26 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
     Raises:
       UserError: If the file cannot be used, or the checkpoint has another head.
     """
-    model, projects = card.model, card.is_projection
+    model = card.model
     is_distilled = isinstance(model, ViTConfig) and model.pool == 'cls_dist'
     require(not is_distilled, f'head={path}: not supported with two heads (pool=cls_dist)')
-    wrong = f'head={path}: the checkpoint has a head for {model.num_classes} classes'
     require(
-        projects or model.num_classes is None,
-        f'{wrong}; expected the projection of CLIP, or no head',
+        card.is_projection or model.num_classes is None,
+        f'head={path}: the checkpoint has a head for {model.num_classes} classes; '
+        'expected the projection of CLIP, or no head',
     )
-    width = model.num_classes if projects else feature_width(model)
-    kind = f'cosine:{width}' if projects else 'cosine'
+    width = model.num_classes if card.is_projection else feature_width(model)
+    kind = f'cosine:{width}' if card.is_projection else 'cosine'
     with array_files.error_prefix(path):
         stored = open_npz(path)
-        wrong = f'got the arrays {", ".join(stored)}; expected vectors and, optionally, scale, bias'
-        fits = {'vectors'} <= {*stored} <= {'vectors', 'class_names', *_NUMBERS}
-        require(fits, f'{wrong} and class_names')
+        require(
+            {'vectors'} <= {*stored} <= {'vectors', 'class_names', *_NUMBERS},
+            f'got the arrays {", ".join(stored)}; expected vectors and, optionally, scale, bias '
+            'and class_names',
+        )
         declared = stored['vectors'].shape
-        right = (*declared[:1], width)
-        require(declared == right, f'vectors: got shape {declared}; expected {right}')
+        expected = (*declared[:1], width)
+        require(declared == expected, f'vectors: got shape {declared}; expected {expected}')
         arrays: dict[str, Any] = {'vectors': stored['vectors'].read()}
         for name, default in _NUMBERS.items():
             arrays[name] = np.squeeze(stored[name].read() if name in stored else default)
@@ -295,17 +320,19 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
             require(array.shape == shape, f'{name}: got shape {array.shape}; expected {shape}')
             require(np.isfinite(array).all(), f'{name}: got NaN or Inf; expected finite values')
         require(arrays['scale'] > 0, f'scale: got {arrays["scale"]}; expected a positive number')
-        count = len(kernel := arrays.pop('vectors'))
-        require(kernel.any(axis=1).all(), 'vectors: got a vector of zeros, which has no direction')
+        vectors = arrays.pop('vectors')
+        require(vectors.any(axis=1).all(), 'vectors: got a vector of zeros, which has no direction')
         names = stored['class_names'].read() if 'class_names' in stored else np.array([], str)
-        card = dataclasses.replace(
+        classifier = dataclasses.replace(
             card,
-            model=dataclasses.replace(model, num_classes=count, head=kind, head_bias=0.0),
+            model=dataclasses.replace(model, num_classes=len(vectors), head=kind, head_bias=0.0),
             class_names=tuple(decode_names(names)),
             loss='sigmoid' if 'bias' in stored else 'softmax',
         )
-    kept = {'projection': {'kernel': params['head']['kernel']}} if projects else {}
-    return card, params | {'head': {'kernel': kernel.T, **arrays, **kept}}
+    head: dict[str, Any] = {'kernel': vectors.T, **arrays}
+    if card.is_projection:
+        head['projection'] = {'kernel': params['head']['kernel']}
+    return classifier, params | {'head': head}
 
 
 def head_params(params: Params) -> dict[str, Any]:

@@ -43,8 +43,8 @@ class MeshConfig(Record):
             require_pattern(pattern)
             for axis in {*axes} - {*AXES, None}:
                 raise UserError(f'rules: unknown axis {axis!r}; expected {", ".join(AXES)}')
-        fit = sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes)
-        require(fit, f'{_text(sizes)}: expected sizes of at least 1, or -1 for one axis')
+        are_possible = sizes.count(-1) <= 1 and all(size == -1 or size >= 1 for size in sizes)
+        require(are_possible, f'{_text(sizes)}: expected sizes of at least 1, or -1 for one axis')
         require_between(self, 'fsdp_min_mb', low=0)
         require_between(self, 'max_replicated_fraction', low=0, high=1)
 
@@ -65,28 +65,42 @@ def require_devices() -> None:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Makes the mesh of these devices, by default all. Raises UserError if the sizes do not fit."""
     devices = list(devices or jax.devices())
-    count, requested = len(devices), (config.data, config.fsdp, config.tensor)  # order of AXES
-    fixed = math.prod(size for size in requested if size != -1)
-    data, *others = sizes = [count // fixed if size == -1 else size for size in requested]
-    divisors = ', '.join(str(n) for n in range(1, count + 1) if count % n == 0)
-    needed = f'a multiple of {fixed}' if -1 in requested else fixed
-    wrong = f'mesh: {_text(requested)} needs {needed} devices; found {count}'
-    require(math.prod(sizes) == count, f'{wrong}; possible sizes of an axis: {divisors}')
+    sizes = _axis_sizes(config, len(devices))
+    data, fsdp, tensor = sizes
     ordered = sorted(devices, key=slice_index)
-    slices = [[*part] for _, part in itertools.groupby(ordered, slice_index)]
-    wrong = f'mesh: data={data}; expected a multiple of {len(slices)}, the number of TPU slices'
-    require(data % len(slices) == 0, wrong)
-    within = data // len(slices), *others
+    slices = [list(in_slice) for _, in_slice in itertools.groupby(ordered, slice_index)]
+    require(
+        data % len(slices) == 0,
+        f'mesh: data={data}; expected a multiple of {len(slices)}, the number of TPU slices',
+    )
+    sizes_in_slice = (data // len(slices), fsdp, tensor)
     try:
-        parts = [  # jax.make_mesh can split a torus side only on v5e
-            mesh_utils.create_device_mesh(within, part, allow_split_physical_axes=True)
-            for part in slices
+        device_arrays = [  # jax.make_mesh can split a torus side only on v5e
+            mesh_utils.create_device_mesh(sizes_in_slice, in_slice, allow_split_physical_axes=True)
+            for in_slice in slices
         ]
     # jax 0.10.2 fails for some torus sides, such as 20: it drops prime factors of them.
     except (NotImplementedError, AssertionError, ValueError, TypeError) as error:
-        wrong = f'mesh: {_text(sizes)} does not fit the torus of these chips; choose other sizes'
-        raise UserError(f'{wrong} (jax {jax.__version__}: {error})') from error
-    return Mesh(np.concatenate(parts), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        raise UserError(
+            f'mesh: {_text(sizes)} does not fit the torus of these chips; choose other sizes '
+            f'(jax {jax.__version__}: {error})'
+        ) from error
+    return Mesh(np.concatenate(device_arrays), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _axis_sizes(config: MeshConfig, num_devices: int) -> tuple[int, int, int]:
+    """Returns the sizes of AXES. Raises UserError if their product is not the number of devices."""
+    requested = (config.data, config.fsdp, config.tensor)
+    fixed = math.prod(size for size in requested if size != -1)
+    data, fsdp, tensor = (num_devices // fixed if size == -1 else size for size in requested)
+    if data * fsdp * tensor != num_devices:
+        divisors = [str(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
+        needed = f'a multiple of {fixed}' if -1 in requested else fixed
+        raise UserError(
+            f'mesh: {_text(requested)} needs {needed} devices; found {num_devices}; '
+            f'possible sizes of an axis: {", ".join(divisors)}'
+        )
+    return data, fsdp, tensor
 
 
 def slice_index(device: jax.Device) -> int:
@@ -134,8 +148,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def local_rows(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
     """Returns the sorted rows of the global batch that are on devices of this process."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    parts = (range(batch_size)[index[0]] for index in indices if index is not None)
-    return np.array(sorted({row for part in parts for row in part}))
+    rows: set[int] = set()
+    for index in indices:
+        if index is not None:
+            rows |= {*range(batch_size)[index[0]]}
+    return np.array(sorted(rows))
 
 
 def put(values: Any, shardings: Any) -> Any:
@@ -145,11 +162,14 @@ def put(values: Any, shardings: Any) -> Any:
     """
     if jax.process_count() == 1:
         return jax.device_put(values, shardings)
-    return jax.tree.map(
-        lambda x, to: jax.make_array_from_callback(np.shape(x), to, lambda i: np.asarray(x)[i]),
-        values,
-        shardings,
-    )
+
+    def put_array(array: Any, sharding: Any) -> jax.Array:
+        host_array = np.asarray(array)
+        return jax.make_array_from_callback(
+            host_array.shape, sharding, lambda index: host_array[index]
+        )
+
+    return jax.tree.map(put_array, values, shardings)
 
 
 def broadcast(values: Any) -> Any:
@@ -159,13 +179,15 @@ def broadcast(values: Any) -> Any:
 
 def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) -> None:
     """Raises UserError if a batch cannot be split evenly; the message names the nearest sizes."""
-    parts = mesh.shape['data'] * mesh.shape['fsdp']
-    unit = parts * accumulation_steps
+    num_devices = mesh.shape['data'] * mesh.shape['fsdp']
+    unit = num_devices * accumulation_steps
     below = batch_size // unit * unit
-    near = f'{below} or {below + unit}' if below > 0 else f'{unit}'
-    wrong = f'batch_size={batch_size} is not a multiple of {parts} devices (data x fsdp)'
-    wrong += f' x {accumulation_steps} accumulation steps; nearest: {near}'
-    require(below == batch_size > 0, wrong)
+    if batch_size != below or batch_size <= 0:
+        nearest = f'{below} or {below + unit}' if below > 0 else f'{unit}'
+        raise UserError(
+            f'batch_size={batch_size} is not a multiple of {num_devices} devices (data x fsdp)'
+            f' x {accumulation_steps} accumulation steps; nearest: {nearest}'
+        )
 
 
 def jit_on(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
@@ -182,7 +204,8 @@ def jit(function: Callable[..., Any], mesh: Mesh, **options: Any) -> Any:
     """
     if jax.config.values['jax_disable_jit']:
         return _EagerFunction(function, options.get('out_shardings'))
-    on_cpu, level = mesh.devices.flat[0].platform == 'cpu', 'xla_backend_optimization_level'
+    level = 'xla_backend_optimization_level'
+    on_cpu = mesh.devices.flat[0].platform == 'cpu'
     is_set = level in os.environ.get('XLA_FLAGS', '')
     compiler_options = {level: 2} if on_cpu and not is_set else None
     return jax.jit(function, compiler_options=compiler_options, **options)

@@ -46,7 +46,9 @@ _CODES = {signal.SIGTERM: REQUEUE, signal.SIGHUP: REQUEUE, signal.SIGINT: EXIT_I
 _NOTICE_SECONDS = 1.5  # seconds until all processes have read a notice
 _UNLIMITED = 10**9  # timeout in milliseconds: watchdog and heartbeats limit the time instead
 _NOTICE = 'vit_jax_notice'  # a key
-_TICKS, _PACE = 'vit_jax_ticks', 'vit_jax_pace'  # folders of keys
+# Folders of keys.
+_TICKS = 'vit_jax_ticks'
+_PACE = 'vit_jax_pace'
 _CLUSTER = (
     "a launch by srun or mpirun, TPU hosts or Kubernetes (pip install 'jax[k8s]'), or all of "
     '--coordinator_address, --num_processes, --process_id; --distributed=off runs a single process'
@@ -79,21 +81,26 @@ def connect(launch: LaunchConfig) -> None:
         but does not describe it. Each process would then train alone in the same directory.
       JaxRuntimeError: If another process exits or does not connect in time. jax may also abort.
     """
-    address = launch.coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
-    place: tuple[Any, Any, Any] = address, launch.num_processes, launch.process_id
-    if not launch.distributed or (place == (None, None, None) and not _announces_processes()):
+    address: Any = launch.coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS')
+    count: Any = launch.num_processes
+    index: Any = launch.process_id
+    is_described = any(value is not None for value in (address, count, index))
+    if not launch.distributed or not (is_described or _announces_processes()):
         return
     devices: Any = [] if _has_own_devices() else None
     with usable('cluster', _CLUSTER):  # jax's cluster classes raise many exception types
-        if None in place:
+        if None in (address, count, index):
             if clusters.GkeTpuCluster.is_env_present():
                 _check_slice()
             detect: Any = clusters.ClusterEnv.auto_detect_unset_distributed_params
-            detected = detect(*place, devices, None, int(launch.start_seconds))
-            place, devices = detected[:3], detected[3]
-        address, count, index = place
-        text = f'coordinator_address={address}, num_processes={count}, process_id={index}'
-        require(None not in place and 0 <= index < count, f'cluster: {text}; expected {_CLUSTER}')
+            address, count, index, devices = detect(
+                address, count, index, devices, None, int(launch.start_seconds)
+            )
+        require(
+            None not in (address, count, index) and 0 <= index < count,
+            f'cluster: coordinator_address={address}, num_processes={count}, process_id={index}; '
+            f'expected {_CLUSTER}',
+        )
     with usable(f'coordinator_address={address}', 'HOST:PORT of process 0, a free port'):
         port = int(address.rpartition(':')[2])
         if index == 0:  # jax would crash if the port is in use
@@ -103,7 +110,9 @@ def connect(launch: LaunchConfig) -> None:
     jax.config.update('jax_enable_preemption_service', False)  # it would handle SIGTERM
     on_loopback = re.match(r'127\.|localhost:', address)
     jax.distributed.initialize(
-        *place,
+        address,
+        count,
+        index,
         local_device_ids=devices or None,  # None: JAX_LOCAL_DEVICE_IDS, or all devices
         cluster_detection_method='deactivate',
         coordinator_bind_address=address if on_loopback else None,  # None: all interfaces
@@ -125,7 +134,8 @@ def _hash_devices(original: Callable[..., None], digest: Any, devices: Any) -> N
     if devices.flat[0].platform != 'cpu':
         return original(digest, devices)
     with contextlib.suppress(OSError), open('/proc/cpuinfo', 'rb') as file:
-        digest.update(next((x for x in file if x.startswith((b'flags', b'Features'))), b''))
+        flags = next((line for line in file if line.startswith((b'flags', b'Features'))), b'')
+        digest.update(flags)
 
 
 def _check_slice() -> None:
@@ -136,22 +146,30 @@ def _check_slice() -> None:
     env = os.environ
     hosts = (env.get('TPU_PROCESS_ADDRESSES') or env['TPU_WORKER_HOSTNAMES']).split(',')
     counts = {'TPU_WORKER_ID': len(hosts)}
-    if (slices := env.get('MEGASCALE_NUM_SLICES') or '1') != '1':
-        counts['MEGASCALE_SLICE_ID'] = int(slices)
-        wrong = 'cluster: MEGASCALE_COORDINATOR_ADDRESS is not set; expected the address of slice 0'
-        require(bool(env.get('MEGASCALE_COORDINATOR_ADDRESS')), wrong)
+    num_slices = env.get('MEGASCALE_NUM_SLICES') or '1'
+    if num_slices != '1':
+        counts['MEGASCALE_SLICE_ID'] = int(num_slices)
+        require(
+            bool(env.get('MEGASCALE_COORDINATOR_ADDRESS')),
+            'cluster: MEGASCALE_COORDINATOR_ADDRESS is not set; expected the address of slice 0',
+        )
     for name, count in counts.items():
-        fits = (value := env.get(name, '')).isdecimal() and int(value) < count
-        require(fits, f'cluster: {name}={value}; expected a number below {count}')
+        value = env.get(name, '')
+        require(
+            value.isdecimal() and int(value) < count,
+            f'cluster: {name}={value}; expected a number below {count}',
+        )
 
 
 def _announces_processes() -> bool:
     """Returns whether the environment variables of a cluster announce several processes."""
-    env, counts = os.environ, ('SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'MEGASCALE_NUM_SLICES')
+    env = os.environ
+    counts = 'SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'MEGASCALE_NUM_SLICES'
     tpu_hosts = env.get('TPU_PROCESS_ADDRESSES') or env.get('TPU_WORKER_HOSTNAMES') or ''
-    are_counted = any((env.get(name) or '1') != '1' for name in counts) or ',' in tpu_hosts
+    are_counted = any((env.get(name) or '1') != '1' for name in counts)
+    are_listed = ',' in tpu_hosts
     are_pods = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= {*env}
-    return are_counted or are_pods or clusters.GceTpuCluster.is_env_present()
+    return are_counted or are_listed or are_pods or clusters.GceTpuCluster.is_env_present()
 
 
 def _has_own_devices() -> bool:
@@ -192,18 +210,25 @@ class Job:
     """
 
     def __init__(self, launch: LaunchConfig | None = None):
-        self._launch, self._is_watched = launch or LaunchConfig(), launch is not None
-        self._has_state, self._ticks, self._stop_code = False, 0, 0
-        self._last_signal, self._deadline = 0, float('inf')
+        self._launch = launch or LaunchConfig()
+        self._is_watched = launch is not None
+        self._has_state = False
+        self._ticks = 0
+        self._stop_code = 0
+        self._last_signal = 0
+        self._deadline = float('inf')
         self._pace_step: int | None = None  # step of the last `compare_pace`
         self.started = vit_jax.STARTED
         self._keys = itertools.count()  # all processes use the keys in the same order
-        self._connected, self._left = threading.Event(), threading.Event()
+        self._connected = threading.Event()
+        self._left = threading.Event()
         self._find_others()
 
     def _find_others(self) -> None:
         state: Any = distributed.global_state  # client: the key-value store; None for one process
-        self.count, self.index, self._store = state.num_processes, state.process_id, state.client
+        self.count = state.num_processes
+        self.index = state.process_id
+        self._store = state.client
 
     def __str__(self) -> str:
         return f'process {self.index} of {self.count} ({socket.gethostname()})'
@@ -218,13 +243,14 @@ class Job:
           facts: The JSON values of this process.
           describe: Describes the differences, if there are any; by default, fields are listed.
         """
-        text = json.dumps(facts)
-        expected = json.loads(self.broadcast_text(name, lambda: text))
-        ours = json.loads(text)
-        diff = records.differences(expected, ours)
-        if diff and describe:
-            diff = describe()
-        raise_all([f'{name}: {self} differs from process 0:', *diff] if diff else [], shown=21)
+        facts_json = json.dumps(facts)
+        expected = json.loads(self.broadcast_text(name, lambda: facts_json))
+        differences = records.differences(expected, json.loads(facts_json))
+        if differences:
+            if describe:
+                differences = describe()
+            if differences:
+                raise_all([f'{name}: {self} differs from process 0:', *differences], shown=21)
         self.barrier(name)
 
     def broadcast_text(self, name: str, say: Callable[[], str]) -> str:
@@ -244,15 +270,17 @@ class Job:
         """
         if self.count == 1:
             return None
-        mine, previous = json.dumps([seconds, str(self)]), self._pace_step
-        self._store.key_value_set(f'{_PACE}/{step}/{self.index}', mine)
+        self._store.key_value_set(f'{_PACE}/{step}/{self.index}', json.dumps([seconds, str(self)]))
+        previous_step = self._pace_step
         self._pace_step = step
-        if self.index > 0 or previous is None:
+        if self.index > 0 or previous_step is None:
             return None
-        paces = [json.loads(x) for _, x in self._store.key_value_dir_get(f'{_PACE}/{previous}/')]
-        self._store.key_value_delete(f'{_PACE}/{previous}/')
-        (slowest, name), median = max(paces), statistics.median_low(pace for pace, _ in paces)
-        return Pace(slowest, name, median)
+        folder = f'{_PACE}/{previous_step}/'
+        paces = [json.loads(pace) for _, pace in self._store.key_value_dir_get(folder)]
+        self._store.key_value_delete(folder)
+        slowest, name = max(paces)
+        median = statistics.median_low(seconds for seconds, _ in paces)
+        return Pace(slowest=slowest, name=name, median=median)
 
     def barrier(self, name: str) -> None:
         """Waits until all processes have called it; the watchdog limits the time."""
@@ -311,7 +339,8 @@ class Job:
         """Restarts the watchdog's time, after a step, a batch or a save."""
         # The first steps include compilation and connecting the devices.
         least = self._launch.start_seconds if self._ticks < 3 else 0.0
-        now, seconds = time.monotonic(), max(self._launch.watchdog_seconds, least)
+        seconds = max(self._launch.watchdog_seconds, least)
+        now = time.monotonic()
         if self._is_watched and now <= self._deadline:  # after the deadline the process exits
             self._deadline = now + seconds
             # faulthandler also ends a process that holds the interpreter lock; `_watch` cannot.
@@ -350,7 +379,8 @@ class Job:
 
     def _on_signal(self, received: signal.Signals) -> None:
         """Makes all processes save and stop, or exit at once if there is nothing to save."""
-        code, why = _CODES[received], ''
+        code = _CODES[received]
+        why = ''
         if not self._has_state:
             self._connected.wait(10)  # seconds; else the other processes would wait for this one
             why = f'{self}: {received.name} before the first step; run the same command again'
@@ -428,6 +458,7 @@ def join_job(launch: LaunchConfig, report: Callable[[BaseException], int]) -> It
             job._stop(REQUEUE, f'{job}: another process is gone: {format_error(error)}')
         code = report(error)
         # A restart would repeat errors of the input, of arithmetic (NotFiniteError) and of memory.
-        is_lasting = is_alone or isinstance(error, UserError | ArithmeticError)
-        is_lasting |= is_out_of_memory(error)
+        is_lasting = (
+            is_alone or isinstance(error, UserError | ArithmeticError) or is_out_of_memory(error)
+        )
         job._exit_all(code if is_lasting else REQUEUE, f'{job}: {format_error(error, limit=4000)}')

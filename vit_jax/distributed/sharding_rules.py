@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.base import UserError, tree_names
+from vit_jax.base import UserError, require, tree_names
 from vit_jax.distributed.meshes import MeshConfig, Spec, format_mesh
 
 # The axis, from the end, that tensor splits: attention heads or the hidden layer. The first matrix
@@ -39,14 +39,18 @@ def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         rule = next((axes for pattern, axes in config.rules if _matches(pattern, name)), None)
-        if rule is not None and not (wrong := _explain_misfit(leaf, rule, mesh)):
-            return NamedSharding(mesh, PartitionSpec(*rule))
-        # The optimizer's state of a parameter may have another shape than the parameter.
-        if rule is not None and not name.startswith('opt_state/'):
-            raise UserError(f'config.mesh.rules: {rule} for {name} {list(leaf.shape)}: {wrong}')
-        return NamedSharding(
-            mesh, PartitionSpec(*_choose_axes(name, leaf, mesh, config.fsdp_min_mb))
-        )
+        if rule is not None:
+            misfit = _explain_misfit(leaf, rule, mesh)
+            if misfit is None:
+                return NamedSharding(mesh, PartitionSpec(*rule))
+            # The optimizer's state of a parameter may have another shape than the parameter.
+            is_optimizer_state = name.startswith('opt_state/')
+            require(
+                is_optimizer_state,
+                f'config.mesh.rules: {rule} for {name} {list(leaf.shape)}: {misfit}',
+            )
+        axes = _choose_axes(name, leaf, mesh, config.fsdp_min_mb)
+        return NamedSharding(mesh, PartitionSpec(*axes))
 
     return tree_names.map_named(sharding, state)
 
@@ -88,27 +92,39 @@ def sharding_report(state: Any, shardings: Any, mesh: Mesh) -> list[str]:
     """Returns lines about the split parameters and their size per device, and replicated arrays."""
     if mesh.size == 1:
         return []
-    places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
-    local = {n: _bytes(leaf, places[n].shard_shape(leaf.shape)) for n, leaf in leaves.items()}
+    by_name = tree_names.named_leaves(shardings)
+    leaves = tree_names.named_leaves(state)
+    local_bytes = {
+        name: _bytes(leaf, by_name[name].shard_shape(leaf.shape)) for name, leaf in leaves.items()
+    }
     lines = [f'mesh {format_mesh(mesh)}; sharded parameters, mesh axes, megabytes per device:']
     replicated = []
-    for name in [name for name in leaves if name.startswith('params/')]:
-        if split := ', '.join(f'{a} on axis {n}' for n, a in enumerate(places[name].spec) if a):
+    for name in leaves:
+        if not name.startswith('params/'):
+            continue
+        spec = by_name[name].spec
+        split_axes = [f'{axis} on axis {n}' for n, axis in enumerate(spec) if axis]
+        if split_axes:
             label = f'{name.removeprefix("params/")} {list(leaves[name].shape)}'
-            lines.append(f'  {label:<64}{split:<36}{_mb(local[name]):>14}')
+            size = _mb(local_bytes[name])
+            lines.append(f'  {label:<64}{", ".join(split_axes):<36}{size:>14}')
         else:
-            replicated.append(local[name])
+            replicated.append(local_bytes[name])
     lines.append(f'  replicated parameters: {len(replicated)} arrays, {_mb(sum(replicated))}')
-    total, size = _mb(sum(map(_bytes, leaves.values()))), _mb(sum(local.values()))
-    return [*lines, f'state with optimizer: {total} in total, {size} per device']
+    total = _mb(sum(map(_bytes, leaves.values())))
+    per_device = _mb(sum(local_bytes.values()))
+    return [*lines, f'state with optimizer: {total} in total, {per_device} per device']
 
 
 def require_sharded(state: Any, shardings: Any, mesh: Mesh, config: MeshConfig) -> None:
     """Raises UserError if more than `max_replicated_fraction` of the state is replicated."""
     if mesh.shape['fsdp'] * mesh.shape['tensor'] == 1:  # no axis splits the state
         return
-    places, leaves = tree_names.named_leaves(shardings), tree_names.named_leaves(state)
-    replicated = {name: _bytes(leaf) for name, leaf in leaves.items() if not any(places[name].spec)}
+    by_name = tree_names.named_leaves(shardings)
+    leaves = tree_names.named_leaves(state)
+    replicated = {
+        name: _bytes(leaf) for name, leaf in leaves.items() if not any(by_name[name].spec)
+    }
     share = sum(replicated.values()) / sum(map(_bytes, leaves.values()))
     if share > config.max_replicated_fraction:
         largest = sorted(replicated, key=lambda name: -replicated[name])[:3]

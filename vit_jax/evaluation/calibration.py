@@ -54,7 +54,9 @@ class Calibration:
 def evaluate(logits: Float[np.ndarray, 'n k'], labels: Int[np.ndarray, 'n']) -> Calibration:
     """Computes the scores, and fits the temperature to a half that is drawn with a fixed seed."""
     order = np.random.default_rng(0).permutation(len(labels))
-    fitted, rest = order[: len(order) // 2], order[len(order) // 2 :]
+    half = len(order) // 2
+    fitted = order[:half]
+    rest = order[half:]
     temperature = fit_temperature(logits[fitted], labels[fitted])
     return Calibration(
         scores=score(logits, labels),
@@ -73,37 +75,49 @@ def fit_temperature(logits: Float[np.ndarray, 'n k'], labels: Int[np.ndarray, 'n
     def loss(log_temperature: float) -> float:
         return score(logits, labels, float(np.exp(log_temperature))).nll
 
-    found = scipy.optimize.minimize_scalar(loss, bounds=np.log(_TEMPERATURES), method='bounded')
-    return float(np.exp(found.x))
+    minimum = scipy.optimize.minimize_scalar(loss, bounds=np.log(_TEMPERATURES), method='bounded')
+    return float(np.exp(minimum.x))
 
 
 def score(
     logits: Float[np.ndarray, 'n k'], labels: Int[np.ndarray, 'n'], temperature: float = 1.0
 ) -> Scores:
     """Computes the scores of probabilities softmax(logits / temperature)."""
-    log_likelihoods, distances, confidences = (np.empty(len(labels)) for _ in range(3))
+    log_likelihoods = np.empty(len(labels))
+    distances = np.empty(len(labels))
+    confidences = np.empty(len(labels))
     for start in range(0, len(labels), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        logs = scipy.special.log_softmax(logits[part].astype(np.float64) / temperature, axis=1)
-        rows, probabilities = np.arange(len(logs)), np.exp(logs)
-        log_likelihoods[part] = logs[rows, labels[part]]
-        confidences[part] = probabilities.max(axis=1)
-        probabilities[rows, labels[part]] -= 1
-        distances[part] = (probabilities**2).sum(axis=1)
+        chunk = slice(start, start + _CHUNK)
+        log_probs = scipy.special.log_softmax(
+            logits[chunk].astype(np.float64) / temperature, axis=1
+        )
+        rows = np.arange(len(log_probs))
+        probabilities = np.exp(log_probs)
+        log_likelihoods[chunk] = log_probs[rows, labels[chunk]]
+        confidences[chunk] = probabilities.max(axis=1)
+        probabilities[rows, labels[chunk]] -= 1
+        distances[chunk] = (probabilities**2).sum(axis=1)
     bins = fill_bins(confidences, logits.argmax(axis=1) == labels)
-    gaps = sum(one.images * abs(one.accuracy - one.confidence) for one in bins)
-    return Scores(-log_likelihoods.mean(), distances.mean(), gaps / len(labels), bins)
+    gaps = sum(bin.images * abs(bin.accuracy - bin.confidence) for bin in bins)
+    return Scores(
+        nll=-log_likelihoods.mean(),
+        brier=distances.mean(),
+        calibration_error=gaps / len(labels),
+        bins=bins,
+    )
 
 
 def fill_bins(confidences: Float[np.ndarray, 'n'], correct: Bool[np.ndarray, 'n']) -> list[Bin]:
     """Sorts images into bins (0, 1/15], (1/15, 2/15], ..., and drops empty bins."""
     numbers = np.ceil(confidences * NUM_BINS).astype(int).clip(1, NUM_BINS) - 1
     counts = np.bincount(numbers, minlength=NUM_BINS)
-    confidence, hits = (
-        np.bincount(numbers, weights=values, minlength=NUM_BINS)
-        for values in (confidences, correct)
-    )
+    confidence = np.bincount(numbers, weights=confidences, minlength=NUM_BINS)
+    hits = np.bincount(numbers, weights=correct, minlength=NUM_BINS)
     return [
-        Bin(int(counts[i]), confidence[i] / counts[i], hits[i] / counts[i])
+        Bin(
+            images=int(counts[i]),
+            confidence=confidence[i] / counts[i],
+            accuracy=hits[i] / counts[i],
+        )
         for i in np.flatnonzero(counts)
     ]

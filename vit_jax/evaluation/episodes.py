@@ -36,8 +36,8 @@ class EpisodesConfig(records.Record):
         records.require_between(self, 'ways', 'episodes', low=2)
         records.require_between(self, 'shots', 'queries', low=1)
         records.require_between(self, 'seed', low=0)
-        distinct = len({*self.shots}) == len(self.shots) > 0
-        records.require(distinct, f'shots={self.shots}: expected one or more distinct numbers')
+        are_distinct = len({*self.shots}) == len(self.shots) > 0
+        records.require(are_distinct, f'shots={self.shots}: expected one or more distinct numbers')
 
 
 class EpisodeResults(NamedTuple):
@@ -68,12 +68,17 @@ def evaluate(
     fit = fit_centroids if config.classifier == 'centroid' else functools.partial(ridge.fit, l2=l2)
     results = {}
     for shots in config.shots:
-        drawn = draw_episodes(images.labels, class_names, config, shots=shots)
-        accuracies = np.array(
-            [fit(images.subset(train)).accuracy(images.subset(test)) for train, test in drawn]
+        test_accuracies = []
+        for train, test in draw_episodes(images.labels, class_names, config, shots=shots):
+            classifier = fit(images.subset(train))
+            test_accuracies.append(classifier.accuracy(images.subset(test)))
+        accuracies = np.array(test_accuracies)
+        standard_error = accuracies.std(ddof=1) / np.sqrt(len(accuracies))
+        results[shots] = EpisodeResults(
+            accuracies=accuracies,
+            mean=float(accuracies.mean()),
+            interval=float(_NORMAL * standard_error),
         )
-        interval = _NORMAL * accuracies.std(ddof=1) / np.sqrt(len(accuracies))
-        results[shots] = EpisodeResults(accuracies, float(accuracies.mean()), float(interval))
     return results
 
 
@@ -111,9 +116,10 @@ def find_classes(
     size = shots + config.queries
     large = {number: indices for number, indices in images.items() if len(indices) >= size}
     if len(large) < config.ways:
-        enough = f'{size} or more test images (shots={shots}, queries={config.queries})'
-        have = f'only {len(large)} of {len(images)} classes have {enough}'
-        raise UserError(f'episodes.ways={config.ways}: {have}')
+        raise UserError(
+            f'episodes.ways={config.ways}: only {len(large)} of {len(images)} classes have {size} '
+            f'or more test images (shots={shots}, queries={config.queries})'
+        )
     return large
 
 
@@ -133,7 +139,7 @@ def fit_centroids(train: Labeled) -> Classifier:
 def report_episodes(config: EpisodesConfig, results: dict[int, EpisodeResults]) -> dict[str, Any]:
     """Returns the protocol, and accuracies, mean and interval by number of shots, as JSON."""
     return records.to_dict(config) | {
-        'mean': {str(shots): one.mean for shots, one in results.items()},
-        'interval': {str(shots): one.interval for shots, one in results.items()},
-        'accuracy': {str(shots): one.accuracies.tolist() for shots, one in results.items()},
+        'mean': {str(shots): result.mean for shots, result in results.items()},
+        'interval': {str(shots): result.interval for shots, result in results.items()},
+        'accuracy': {str(shots): result.accuracies.tolist() for shots, result in results.items()},
     }

@@ -7,7 +7,6 @@ the same evaluator. `Selection` finds the best evaluation of a training run.
 
 import collections
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,14 +24,15 @@ from vit_jax.training.losses import BatchSums
 from vit_jax.training.metrics import Metric
 
 # Wraps an iterator of batches, for example to show progress.
-Watch = Callable[[Iterable[Batch]], Iterable[Batch]]
+WrapBatches = Callable[[Iterable[Batch]], Iterable[Batch]]
 # Maps (params, batch, *arguments) to sums, mask and outputs of the examples.
 EvalStep = Callable[..., tuple[dict[str, Array], Array, dict[str, Array]]]
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
 # By default, each evaluation runs 10 times. If it would evaluate more than a fifth as many images
 # as training uses, it runs fewer times, but at least once. Training on an image takes three times
 # as long as evaluating it.
-_EVALUATIONS, _EVALUATED_SHARE = 10, 0.2
+_EVALUATIONS = 10
+_EVALUATED_SHARE = 0.2
 
 
 class BatchMaker(NamedTuple):
@@ -46,7 +46,8 @@ class BatchMaker(NamedTuple):
         self, reader: ImageReader, indices: Int[np.ndarray, 'n'] | None = None
     ) -> Iterator[Batch]:
         """Yields batches of images in order, all if `indices` is None; the last one is padded."""
-        indices = np.arange(len(reader.source)) if indices is None else indices
+        if indices is None:
+            indices = np.arange(len(reader.source))
         loader = self.make_loader(reader)
         return loading.sequential_batches(loader, indices, batch_size=self.batch_size)
 
@@ -116,7 +117,7 @@ class Evaluator:
         reader: ImageReader,
         indices: Int[np.ndarray, 'n'] | None = None,
         *,
-        watch: Watch = iter,
+        watch: WrapBatches = iter,
     ) -> Evaluation:
         """Evaluates images, counting each exactly once.
 
@@ -132,29 +133,38 @@ class Evaluator:
         """
         count = len(reader.source if indices is None else indices)
         totals: dict[str, float] = collections.defaultdict(float)
-        parts: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+        outputs_by_batch: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         masks = []
-        batches = watch(self.batches.read(reader, indices))
-        steps = (self.step(params, batch, *self.arguments) for batch in batches)
-        computed = itertools.chain(steps, [None])
-        # The devices compute the next batch while the outputs of this one are read.
-        for outputs, _ in itertools.pairwise(computed):
-            sums, mask, named = jax.device_get(outputs)
+
+        def add(result: Any) -> None:
+            sums, mask, outputs = jax.device_get(result)
             masks.append(mask)
             for name, value in sums.items():
                 totals[name] += float(value)
-            for name, values in named.items():
-                parts[name].append(values[mask])
+            for name, values in outputs.items():
+                outputs_by_batch[name].append(values[mask])
+
+        # The devices compute a batch while the outputs of the previous one are read.
+        previous = None
+        for batch in watch(self.batches.read(reader, indices)):
+            current = self.step(params, batch, *self.arguments)
+            if previous is not None:
+                add(previous)
+            previous = current
+        if previous is not None:
+            add(previous)
         mask = np.concatenate(masks)
-        examples, readable = int(mask.sum()), mask[:count]
+        readable = mask[:count]
+        num_examples = int(mask.sum())
         may_skip = reader.on_unreadable == 'skip'
-        require(examples > 0 or not may_skip, f'none of {count:,} images can be read')
-        if examples != readable.sum() or (examples < count and not may_skip):
-            raise AssertionError(f'evaluated {examples} of {count} images')
-        metrics = {name: total / examples for name, total in totals.items()}
-        arrays = {name: np.concatenate(values) for name, values in parts.items()}
-        metrics |= {metric.name: metric.measure(arrays) for metric in self.metrics}
-        return Evaluation(metrics, arrays, readable)
+        require(num_examples > 0 or not may_skip, f'none of {count:,} images can be read')
+        has_padding = num_examples != readable.sum()
+        if has_padding or (num_examples < count and not may_skip):
+            raise AssertionError(f'evaluated {num_examples} of {count} images')
+        metrics = {name: total / num_examples for name, total in totals.items()}
+        outputs = {name: np.concatenate(arrays) for name, arrays in outputs_by_batch.items()}
+        metrics |= {metric.name: metric.measure(outputs) for metric in self.metrics}
+        return Evaluation(metrics=metrics, outputs=outputs, readable=readable)
 
 
 def make_evaluator(
@@ -204,12 +214,15 @@ def as_step(function: Callable[..., BatchSums]) -> EvalStep:
 
 def summarize_evals(evals: Mapping[str, Mapping[str, float]], shown: Sequence[Metric]) -> str:
     """Formats the metrics of evaluations that are shown, in one line."""
-    texts = []
+    summaries = []
     for name, numbers in evals.items():
-        found = [metric for metric in shown if metric.name in numbers]
-        text = ', '.join(f'{each.label} {each.format(numbers[each.name])}' for each in found)
-        texts.append(f'{name} {text}')
-    return '; '.join(texts)
+        formatted = [
+            f'{metric.label} {metric.format(numbers[metric.name])}'
+            for metric in shown
+            if metric.name in numbers
+        ]
+        summaries.append(f'{name} {", ".join(formatted)}')
+    return '; '.join(summaries)
 
 
 def find_eval_interval(length: TrainLength, every: Interval | None, num_images: int) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 from vit_jax.base import Batch, Float, Int, Params, UserError
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
 from vit_jax.data.loading import ImageReader
-from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, Watch, make_evaluator
+from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, WrapBatches, make_evaluator
 from vit_jax.models import Model, ViTConfig
 from vit_jax.training.losses import BatchSums
 
@@ -44,7 +44,9 @@ def make_feature_sums(
     return sums
 
 
-def make_feature_function(evaluator: Evaluator, params: Params, watch: Watch = iter) -> FeatureFn:
+def make_feature_function(
+    evaluator: Evaluator, params: Params, watch: WrapBatches = iter
+) -> FeatureFn:
     """Returns a function (reader, indices) -> features (n d) in host memory.
 
     Features are NaN for unreadable images. The function raises UserError if the features of a
@@ -54,8 +56,10 @@ def make_feature_function(evaluator: Evaluator, params: Params, watch: Watch = i
     def compute(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
         evaluation = evaluator.evaluate(params, reader, indices, watch=watch)
         rows = evaluation.outputs['features']
-        if not (finite := np.isfinite(rows).all(axis=1)).all():
-            name = reader.source.name_of(int(indices[evaluation.readable][finite.argmin()]))
+        is_finite = np.isfinite(rows).all(axis=1)
+        if not is_finite.all():
+            first = indices[evaluation.readable][is_finite.argmin()]
+            name = reader.source.name_of(int(first))
             raise UserError(f'{name}: the features of this image are not finite')
         features = np.full((len(indices), rows.shape[1]), np.nan, rows.dtype)
         features[evaluation.readable] = rows

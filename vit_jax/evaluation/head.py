@@ -18,7 +18,7 @@ from vit_jax.evaluation import calibration
 from vit_jax.evaluation.calibration import Calibration
 from vit_jax.evaluation.evaluator import (
     Evaluation,
-    Watch,
+    WrapBatches,
     batches_on_all_devices,
     make_evaluator,
 )
@@ -57,11 +57,11 @@ class HeadReport(NamedTuple):
         """Lists pairs of confused classes (`class`, `predicted`, `images`), most frequent first."""
         if self.confusion is None:
             return []
-        wrong = self.confusion * ~np.eye(len(self.names), dtype=bool)
-        pairs = np.argwhere(wrong)
-        order = np.argsort(-wrong[tuple(pairs.T)], kind='stable')
+        errors = self.confusion * ~np.eye(len(self.names), dtype=bool)
+        pairs = np.argwhere(errors)
+        order = np.argsort(-errors[tuple(pairs.T)], kind='stable')
         return [
-            {'class': self.names[i], 'predicted': self.names[j], 'images': int(wrong[i, j])}
+            {'class': self.names[i], 'predicted': self.names[j], 'images': int(errors[i, j])}
             for i, j in pairs[order].tolist()
         ]
 
@@ -81,8 +81,8 @@ def make_model_reader(loaded: LoadedModel, source: Source, **options: Any) -> Im
         raise UserError(
             'pool=none: the model has outputs per token; expected a model with outputs per image'
         )
-    size, options = loaded.config.image_size, {'on_unreadable': 'skip'} | options
-    return loading.make_reader(source, loaded.preprocessing, size, **options)
+    options = {'on_unreadable': 'skip'} | options
+    return loading.make_reader(source, loaded.preprocessing, loaded.config.image_size, **options)
 
 
 def match_classes(source: Source, loaded: LoadedModel, *, by_order: bool) -> Source:
@@ -94,17 +94,19 @@ def match_classes(source: Source, loaded: LoadedModel, *, by_order: bool) -> Sou
     Raises:
       UserError: If the classes cannot be matched.
     """
-    names, count = loaded.class_names, loaded.config.num_classes
-    if names and not by_order:
+    num_outputs = loaded.config.num_classes
+    has_same_number = len(source.class_names) == num_outputs
+    if loaded.class_names and not by_order:
         try:
-            return renumber_classes(source, names)
+            return renumber_classes(source, loaded.class_names)
         except UserError as error:
-            fits = len(source.class_names) == count
-            hint = '; pass --by_order to match classes by order' if fits else ''
+            hint = '; pass --by_order to match classes by order' if has_same_number else ''
             raise UserError(f'{error}{hint}') from error
-    classes = plural(len(source.class_names), 'class')
-    wrong = f'the checkpoint has {count:,} outputs, the data set has {classes}'
-    require(len(source.class_names) == count, f'{wrong}; expected equal numbers to match by order')
+    require(
+        has_same_number,
+        f'the checkpoint has {num_outputs:,} outputs, the data set has '
+        f'{plural(len(source.class_names), "class")}; expected equal numbers to match by order',
+    )
     return source
 
 
@@ -117,7 +119,7 @@ def evaluate_head(
     only_data_classes: bool = False,
     calibrate: bool = True,
     further_metrics: Sequence[str | Metric | MetricFunction] = (),
-    watch: Watch = iter,
+    watch: WrapBatches = iter,
 ) -> HeadReport:
     """Evaluates the predictions of a checkpoint.
 
@@ -188,24 +190,28 @@ def find_absent_classes(source: Source) -> Bool[np.ndarray, 'k']:
 
 def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
     """Adds predictions and metrics per class. Raises UserError if no image has a class."""
-    outputs, names = evaluation.outputs, source.class_names
-    infinite = int((~np.isfinite(outputs['probability'])).sum())
-    if infinite:
-        text = f'the outputs of {infinite:,} of {evaluation.num_images:,} images are not finite'
-        raise UserError(f'{text}: the checkpoint is damaged, or its values are too large')
+    outputs = evaluation.outputs
+    names = source.class_names
     labels = outputs['labels']
+    num_infinite = int((~np.isfinite(outputs['probability'])).sum())
+    require(
+        num_infinite == 0,
+        f'the outputs of {num_infinite:,} of {evaluation.num_images:,} images are not finite: '
+        'the checkpoint is damaged, or its values are too large',
+    )
     of_class = functools.partial(class_means, num_classes=len(names))
     by_class = {
         name: of_class(outputs[name], labels) for name in evaluation.metrics if name in outputs
     }
-    confused = list[str]()
-    confusion = calibrated = None
+    confused_names: list[str] = []
+    confusion = None
+    calibrated = None
     if 'mean_average_precision' in evaluation.metrics:
         by_class['average_precision'] = metrics.average_precisions(outputs['logits'], labels)
     if not source.multi_label:
         by_class['recall'] = by_class.pop('accuracy')
         by_class['precision'] = of_class(outputs['accuracy'], outputs['best'])
-        confused, confusion = _confusion(labels, outputs['best'], names)
+        confused_names, confusion = _confusion(labels, outputs['best'], names)
         if 'logits' in outputs and evaluation.num_images > 1:
             calibrated = calibration.evaluate(outputs['logits'], labels)
     classes = _list_classes(names, labels, by_class)
@@ -214,7 +220,7 @@ def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
         num_images=evaluation.num_images,
         metrics=evaluation.metrics,
         classes=classes,
-        names=confused,
+        names=confused_names,
         confusion=confusion,
         predictions=_list_predictions(evaluation, source),
         calibration=calibrated,
@@ -223,19 +229,27 @@ def _make_report(evaluation: Evaluation, source: Source) -> HeadReport:
 
 def _list_predictions(evaluation: Evaluation, source: Source) -> list[Prediction]:
     """Lists the prediction for each readable image."""
-    names, images = source.class_names, np.flatnonzero(evaluation.readable).tolist()
-    columns = (
-        images,
-        source.read_names(images),
-        evaluation.outputs['labels'],
-        *(evaluation.outputs[name].tolist() for name in ('best', 'probability')),
-    )
-    found = []
-    for image, path, target, best, probability in zip(*columns, strict=True):
+    names = source.class_names
+    images = np.flatnonzero(evaluation.readable).tolist()
+    paths = source.read_names(images)
+    targets = evaluation.outputs['labels']
+    predicted = evaluation.outputs['best'].tolist()
+    probabilities = evaluation.outputs['probability'].tolist()
+    predictions = []
+    for row, (image, path) in enumerate(zip(images, paths, strict=True)):
+        target = targets[row]
         labels = np.flatnonzero(target).tolist() if target.ndim else [int(target)]
-        label = '; '.join(names[number] for number in labels)
-        found.append(Prediction(image, path, label, names[best], probability, best in labels))
-    return found
+        predictions.append(
+            Prediction(
+                number=image,
+                path=path,
+                label='; '.join(names[number] for number in labels),
+                predicted=names[predicted[row]],
+                probability=probabilities[row],
+                correct=predicted[row] in labels,
+            )
+        )
+    return predictions
 
 
 def _list_classes(
@@ -244,11 +258,14 @@ def _list_classes(
     """Lists the metrics of each class with images, as JSON; undefined metrics are None."""
     multi_label = targets.ndim == 2
     images = targets.sum(axis=0) if multi_label else np.bincount(targets, minlength=len(names))
-    return [
-        {'class': names[i], 'images': int(images[i])}
-        | {name: float(x[i]) if np.isfinite(x[i]) else None for name, x in metrics.items()}
-        for i in np.flatnonzero(images).tolist()
-    ]
+    classes = []
+    for number in np.flatnonzero(images).tolist():
+        row: dict[str, Any] = {'class': names[number], 'images': int(images[number])}
+        for name, by_class in metrics.items():
+            value = by_class[number]
+            row[name] = float(value) if np.isfinite(value) else None
+        classes.append(row)
+    return classes
 
 
 def _confusion(
@@ -269,7 +286,11 @@ def class_means(
 
     `targets` are class numbers (n) or multi-hot rows (n k).
     """
-    images, labels = np.nonzero(targets) if targets.ndim == 2 else (np.arange(len(values)), targets)
+    if targets.ndim == 2:
+        images, labels = np.nonzero(targets)
+    else:
+        images = np.arange(len(values))
+        labels = targets
     totals = np.bincount(labels, weights=values[images], minlength=num_classes)
     with np.errstate(invalid='ignore'):
         return totals / np.bincount(labels, minlength=num_classes)

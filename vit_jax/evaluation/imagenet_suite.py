@@ -29,7 +29,7 @@ from vit_jax.data.sources.base import (
 )
 from vit_jax.data.sources.folders import files_by_class, image_files
 from vit_jax.evaluation import head
-from vit_jax.evaluation.evaluator import Watch
+from vit_jax.evaluation.evaluator import WrapBatches
 from vit_jax.evaluation.head import HeadReport
 from vit_jax.pretrained import LoadedModel
 
@@ -51,9 +51,12 @@ class TestSet(NamedTuple):
 
 def get_class_names(loaded: LoadedModel) -> tuple[str, ...]:
     """Returns the names of the model's classes. Raises UserError unless there are 1,000."""
-    names, count = loaded.class_names or imagenet_classes.ids(), loaded.config.num_classes
-    wrong = f"the checkpoint has {count} classes; expected ImageNet's 1,000"
-    require(count == len(names) == 1000, wrong)
+    names = loaded.class_names or imagenet_classes.ids()
+    num_classes = loaded.config.num_classes
+    require(
+        num_classes == len(names) == 1000,
+        f"the checkpoint has {num_classes} classes; expected ImageNet's 1,000",
+    )
     return names
 
 
@@ -63,7 +66,7 @@ def evaluate(
     source: Source,
     *,
     batch_size: int,
-    watch: Watch = iter,
+    watch: WrapBatches = iter,
     **options: Any,
 ) -> HeadReport:
     """Evaluates a classifier on a test set.
@@ -94,10 +97,14 @@ def evaluate(
 
 def mean_corruption_error(means: Mapping[str, Mapping[str, float]]) -> float | None:
     """Computes the mCE of ImageNet-C from the means of each test set; None if some are missing."""
-    errors = {one.name: one.alexnet_error for one in TEST_SETS if one.alexnet_error}
-    if not errors.keys() <= means.keys():
+    alexnet_errors = {test.name: test.alexnet_error for test in TEST_SETS if test.alexnet_error}
+    if not alexnet_errors.keys() <= means.keys():
         return None
-    return sum((1 - means[n]['accuracy']) / error for n, error in errors.items()) / len(errors)
+    relative_errors = [
+        (1 - means[name]['accuracy']) / alexnet_error
+        for name, alexnet_error in alexnet_errors.items()
+    ]
+    return sum(relative_errors) / len(relative_errors)
 
 
 def _open_val(root: pathlib.Path) -> Source:
@@ -138,16 +145,19 @@ def _open_objectnet(root: pathlib.Path) -> Source:
     """Opens the photos of ObjectNet whose class has one or several counterparts in ImageNet."""
     folder = root / 'objectnet-1.0'
     _require_path(folder)
-    names, paths, numbers = imagenet_classes.names(), list[str](), list[list[int]]()
+    class_names = imagenet_classes.names()
+    paths: list[str] = []
+    classes_of_images: list[list[int]] = []
     with usable(folder, 'ObjectNet as it is distributed, with images/ and mappings/'):
-        files = 'folder_to_objectnet_label.json', 'objectnet_to_imagenet_1k.json'
-        labels, classes = (read_json(folder / 'mappings' / f) for f in files)
+        labels = read_json(folder / 'mappings' / 'folder_to_objectnet_label.json')
+        imagenet_names = read_json(folder / 'mappings' / 'objectnet_to_imagenet_1k.json')
         for name, label in sorted(labels.items()):
-            if label in classes:
+            if label in imagenet_names:
+                numbers = [class_names.index(c) for c in imagenet_names[label].split('; ')]
                 images = image_files(folder / 'images' / name)
                 paths += images
-                numbers += [[names.index(c) for c in classes[label].split('; ')]] * len(images)
-    rows = multi_hot(numbers, len(names))
+                classes_of_images += [numbers] * len(images)
+    rows = multi_hot(classes_of_images, len(class_names))
     return labeled_source(paths, rows, imagenet_classes.ids(), read=_read_without_border)
 
 
@@ -169,6 +179,11 @@ _ROWS = csv.reader(
     pathlib.Path(__file__).with_suffix('.csv').read_text(encoding='utf-8').splitlines()[1:]
 )
 TEST_SETS = tuple(
-    TestSet(name, bool(only), float(error) if error else None, command)
-    for name, only, error, command in _ROWS
+    TestSet(
+        name=name,
+        only_data_classes=bool(only_data_classes),
+        alexnet_error=float(alexnet_error) if alexnet_error else None,
+        command=command,
+    )
+    for name, only_data_classes, alexnet_error, command in _ROWS
 )

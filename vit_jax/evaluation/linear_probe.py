@@ -7,6 +7,7 @@ the same augmented images, and their logits are one einsum.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing, norma
 from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.base import select
 from vit_jax.distributed import meshes
-from vit_jax.evaluation.evaluator import BatchMaker, Watch, make_evaluator
+from vit_jax.evaluation.evaluator import BatchMaker, WrapBatches, make_evaluator
 from vit_jax.models import Model, ViTConfig
 from vit_jax.models.model import apply_final_norm
 from vit_jax.training.losses import BatchSums, make_targets, sum_examples
@@ -53,8 +54,10 @@ class LinearProbeConfig(records.Record):
     augmentation: Augmentation = dataclasses.field(default_factory=lambda: CROPS)  # in training
 
     def check(self) -> None:
-        lists = self.rates, self.blocks, self.mean_of_patches
-        require(all(lists), 'rates, blocks, mean_of_patches: expected one or more values each')
+        require(
+            all((self.rates, self.blocks, self.mean_of_patches)),
+            'rates, blocks, mean_of_patches: expected one or more values each',
+        )
         records.require_between(self, 'rates', above=0)
         records.require_between(self, 'blocks', 'steps', 'batch_size', low=1)
         records.require_between(self, 'validation_fraction', above=0, high=0.5)
@@ -67,16 +70,39 @@ class Heads(NamedTuple):
     bias: Float[Array, 'h k']
 
 
-def list_heads(config: LinearProbeConfig) -> list[tuple[int, bool, float]]:
-    """Lists the values of `blocks`, `mean_of_patches` and `rates` of each head."""
-    return [*itertools.product(config.blocks, config.mean_of_patches, config.rates)]
+class ProbeState(NamedTuple):
+    """State of the training of all heads."""
+
+    heads: Heads
+    opt_state: Any
+
+
+class HeadSettings(NamedTuple):
+    """The features of a head, and its learning rate."""
+
+    blocks: int  # number of last blocks whose class tokens are features
+    mean_of_patches: bool  # whether the mean of the last patches is a feature
+    rate: float  # learning rate for batches of 256 images
+
+    def __str__(self) -> str:
+        mean_of_patches = str(self.mean_of_patches).lower()
+        return f'blocks={self.blocks}, mean_of_patches={mean_of_patches}, rate={self.rate:g}'
+
+
+def list_heads(config: LinearProbeConfig) -> list[HeadSettings]:
+    """Lists the settings of each head."""
+    combinations = itertools.product(config.blocks, config.mean_of_patches, config.rates)
+    return list(itertools.starmap(HeadSettings, combinations))
 
 
 def make_mask(config: LinearProbeConfig) -> Float[np.ndarray, 'h m 1 1']:
     """Makes an array that is 1 for each vector that a head uses, and 0 elsewhere."""
-    last = np.arange(max(config.blocks))
-    used = [[*(last >= len(last) - blocks), mean] for blocks, mean, _ in list_heads(config)]
-    return np.array(used, np.float32)[:, :, None, None]
+    num_blocks = max(config.blocks)
+    rows = []
+    for head in list_heads(config):
+        uses_block = np.arange(num_blocks) >= num_blocks - head.blocks
+        rows.append([*uses_block, head.mean_of_patches])
+    return np.array(rows, np.float32)[:, :, None, None]
 
 
 def compute_logits(heads: Heads, vectors: Vectors) -> Float[Array, 'h b k']:
@@ -92,32 +118,32 @@ def make_optimizer(config: LinearProbeConfig) -> optax.GradientTransformation:
 
 def init_state(
     config: LinearProbeConfig, key: Key[Array, ''], width: int, num_classes: int
-) -> tuple[Heads, Any]:
+) -> ProbeState:
     """Initializes heads for vectors of this width, and the state of their optimizer."""
     mask = jnp.array(make_mask(config))
     weights = 0.01 * mask * jax.random.normal(key, (*mask.shape[:2], width, num_classes))
     heads = Heads(weights, jnp.zeros((len(mask), num_classes)))
-    return heads, make_optimizer(config).init(heads)
+    return ProbeState(heads, make_optimizer(config).init(heads))
 
 
 def update(
-    config: LinearProbeConfig, state: tuple, vectors: Vectors, targets: Float[Array, 'b k']
-) -> tuple[tuple[Heads, Any], Float[Array, '']]:
+    config: LinearProbeConfig, state: ProbeState, vectors: Vectors, targets: Float[Array, 'b k']
+) -> tuple[ProbeState, Float[Array, '']]:
     """Trains all heads for one step, without images whose targets are all zero.
 
-    Returns ((the new heads, the new state of the optimizer), the lowest loss of any head).
+    Returns the new state and the lowest loss of any head.
     """
-    rates = jnp.array([rate for *_, rate in list_heads(config)]) * (config.batch_size / 256)
+    rates = jnp.array([head.rate for head in list_heads(config)]) * (config.batch_size / 256)
 
     def total(heads: Heads) -> tuple[Array, Array]:
         losses = optax.softmax_cross_entropy(compute_logits(heads, vectors), targets)
         means = losses.sum(axis=-1) / jnp.maximum(1, targets.sum())
         return (rates * means).sum(), jnp.nanmin(means)
 
-    gradients, lowest = jax.grad(total, has_aux=True)(state[0])
+    gradients, lowest_loss = jax.grad(total, has_aux=True)(state.heads)
     gradients = gradients._replace(weights=make_mask(config) * gradients.weights)
-    updates, opt_state = make_optimizer(config).update(gradients, state[1])
-    return (optax.apply_updates(state[0], updates), opt_state), lowest
+    updates, opt_state = make_optimizer(config).update(gradients, state.opt_state)
+    return ProbeState(optax.apply_updates(state.heads, updates), opt_state), lowest_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,19 +161,24 @@ class LinearProbe:
     preprocessing: Preprocessing
     batches: BatchMaker
     report: Callable[[str], Any]  # gets progress lines
-    watch: Watch = iter  # wraps iterators of batches
+    watch: WrapBatches = iter  # wraps iterators of batches
 
     def __post_init__(self) -> None:
-        wrong = f'config.fewshot.linear_probe.blocks={self.config.blocks}'
         depth = getattr(self.model.config, 'depth', 0)  # a ResNet has no blocks
-        require(max(self.config.blocks) <= depth, f'{wrong}: the model has {depth} ViT blocks')
-        size, where = self.config.batch_size, 'config.fewshot.linear_probe.batch_size'
-        meshes.check_batch_size(size, self.batches.mesh, accumulation_steps=1)
-        loading.check_memory(size, self.model.config.image_size, where)
+        require(
+            max(self.config.blocks) <= depth,
+            f'config.fewshot.linear_probe.blocks={self.config.blocks}: '
+            f'the model has {depth} ViT blocks',
+        )
+        batch_size = self.config.batch_size
+        meshes.check_batch_size(batch_size, self.batches.mesh, accumulation_steps=1)
+        loading.check_memory(
+            batch_size, self.model.config.image_size, 'config.fewshot.linear_probe.batch_size'
+        )
 
     def compute_vectors(self, params: Params, images: Num[Array, 'b h w c']) -> Vectors:
         """Computes the vectors of images of 0 to 255. Each block keeps two vectors per image."""
-        vit, count = self.model.config, max(self.config.blocks)
+        vit = self.model.config
         assert isinstance(vit, ViTConfig)
 
         def reduce(tokens: Float[Array, 'b n d']) -> Float[Array, '2 b d']:
@@ -156,8 +187,11 @@ class LinearProbe:
             return jnp.stack([tokens[:, 0] if vit.pool.startswith('cls') else mean, mean])
 
         images = normalize(images, self.preprocessing)
-        blocks = self.model.capture(params, images, {'tokens': reduce})[1]['tokens'][-count:]
-        return jnp.stack([*blocks[:, 0], blocks[-1, 1]], axis=1)
+        _, captured = self.model.capture(params, images, {'tokens': reduce})
+        last_blocks = captured['tokens'][-max(self.config.blocks) :]
+        class_tokens = last_blocks[:, 0]
+        mean_of_patches = last_blocks[-1, 1]
+        return jnp.stack([*class_tokens, mean_of_patches], axis=1)
 
     def evaluate(self, params: Params, train: ImageReader, test: ImageReader) -> dict[str, Any]:
         """Trains all heads, chooses one on validation images, and tests it.
@@ -172,24 +206,22 @@ class LinearProbe:
         """
         require(len(train.source) > 1, 'a linear probe needs 2 or more training images')
         order = np.random.default_rng(train.seed).permutation(len(train.source))
-        first = max(1, round(self.config.validation_fraction * len(order)))
-        sources = (select(train.source, part) for part in np.split(order, [first]))
-        valid, used = (dataclasses.replace(train, source=source) for source in sources)
+        num_valid = max(1, round(self.config.validation_fraction * len(order)))
+        valid = dataclasses.replace(train, source=select(train.source, order[:num_valid]))
+        used = dataclasses.replace(train, source=select(train.source, order[num_valid:]))
         heads = self.train(params, used)
-        names = [
-            f'blocks={blocks}, mean_of_patches={str(with_mean).lower()}, rate={rate:g}'
-            for blocks, with_mean, rate in list_heads(self.config)
-        ]
+        names = [str(head) for head in list_heads(self.config)]
 
         def hits(params: Params, batch: Batch) -> BatchSums:
             vectors = self.compute_vectors(params['model'], batch['images'])
-            right = compute_logits(params['heads'], vectors).argmax(axis=-1) == batch['labels']
-            return sum_examples(dict(zip(names, 1.0 * right, strict=True)), batch['mask'])
+            predicted = compute_logits(params['heads'], vectors).argmax(axis=-1)
+            is_correct = 1.0 * (predicted == batch['labels'])
+            return sum_examples(dict(zip(names, is_correct, strict=True)), batch['mask'])
 
         evaluator = make_evaluator(hits, self.batches)
         params = {'model': params, 'heads': heads}
-        run = functools.partial(evaluator.evaluate, params, watch=self.watch)
-        validated, tested = run(valid), run(test)
+        validated = evaluator.evaluate(params, valid, watch=self.watch)
+        tested = evaluator.evaluate(params, test, watch=self.watch)
         chosen = max(names, key=validated.metrics.__getitem__)  # the first of equal ones
         return {
             'accuracy': tested.metrics[chosen],
@@ -201,12 +233,13 @@ class LinearProbe:
 
     def train(self, params: Params, reader: ImageReader) -> Heads:
         """Trains all heads on augmented images."""
-        config, mesh = self.config, self.batches.mesh
+        config = self.config
+        mesh = self.batches.mesh
         num_classes = len(reader.source.class_names)
         targets_of = functools.partial(make_targets, num_classes=num_classes)
         init_key, augment_key = jax.random.split(jax.random.key(reader.seed))
 
-        def step(state: tuple[Heads, Any], params: Params, batch: Batch) -> Any:
+        def step(state: ProbeState, params: Params, batch: Batch) -> Any:
             batch = augment(augment_key, batch, config.augmentation, targets_of=targets_of)
             targets = targets_of(batch['labels']) * batch['mask'][:, None]
             return update(config, state, self.compute_vectors(params, batch['images']), targets)
@@ -214,16 +247,19 @@ class LinearProbe:
         jit = functools.partial(meshes.jit_on, mesh=mesh, out_shardings=meshes.replicated(mesh))
         crop = config.augmentation.crop or reader.crop
         loader = self.batches.make_loader(dataclasses.replace(reader, crop=crop))
-        steps, size = range(config.steps), config.batch_size
-        augmented = loading.training_batches(loader, steps=steps, batch_size=size, seed=reader.seed)
+        batches = loading.training_batches(
+            loader, steps=range(config.steps), batch_size=config.batch_size, seed=reader.seed
+        )
         images = self.batches.abstract(reader)['images']
         width = jax.eval_shape(self.compute_vectors, params, images).shape[-1]
         state = jit(functools.partial(init_state, config, init_key, width, num_classes))()
-        run, previous = jit(step, donate_argnums=0), None
-        for count, batch in enumerate(self.watch(augmented), 1):
-            state, lowest = run(state, params, batch)
-            jax.block_until_ready(previous)  # so that few batches are on the devices
-            previous = lowest
-            if count % -(-config.steps // 10) == 0:
-                self.report(f'linear probe: step {count} of {config.steps}, loss {lowest:.4f}')
-        return state[0]
+        jitted_step = jit(step, donate_argnums=0)
+        report_interval = math.ceil(config.steps / 10)
+        previous_loss = None
+        for count, batch in enumerate(self.watch(batches), 1):
+            state, loss = jitted_step(state, params, batch)
+            jax.block_until_ready(previous_loss)  # so that few batches are on the devices
+            previous_loss = loss
+            if count % report_interval == 0:
+                self.report(f'linear probe: step {count} of {config.steps}, loss {loss:.4f}')
+        return state.heads

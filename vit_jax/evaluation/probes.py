@@ -61,9 +61,12 @@ class Classifier(NamedTuple):
 
     def accuracy(self, test: Labeled) -> float:
         """Computes the accuracy on test images."""
-        parts = (slice(start, start + _CHUNK) for start in range(0, len(test.labels), _CHUNK))
-        hits = (self.predict(test.features[part]) == test.labels[part] for part in parts)
-        return sum(int(hit.sum()) for hit in hits) / len(test.labels)
+        num_correct = 0
+        for start in range(0, len(test.labels), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            is_correct = self.predict(test.features[chunk]) == test.labels[chunk]
+            num_correct += int(is_correct.sum())
+        return num_correct / len(test.labels)
 
     def predict(self, features: Float[np.ndarray, 'n d']) -> Int[np.ndarray, 'n']:
         """Predicts the class with the largest score, in float32.
@@ -71,9 +74,9 @@ class Classifier(NamedTuple):
         The mean is subtracted from the features first. If it were part of the bias, the scores of
         features far from zero would lose digits.
         """
-        mean, weights, bias = (part.astype(np.float32) for part in self[1:4])
-        scores = (features.astype(np.float32, copy=False) - mean) @ weights
-        scores += bias
+        centered = features.astype(np.float32, copy=False) - self.mean.astype(np.float32)
+        scores = centered @ self.weights.astype(np.float32)
+        scores += self.bias.astype(np.float32)
         return self.classes[scores.argmax(axis=1)]
 
 
@@ -103,10 +106,13 @@ def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: tuple[int, ...]) -
     Raises:
       UserError: If there are fewer training images than one of `neighbors`.
     """
-    wrong = f'neighbors={neighbors}: expected 1 to {len(train.labels)} (training images)'
-    records.require(all(1 <= k <= len(train.labels) for k in neighbors), wrong)
+    records.require(
+        all(1 <= k <= len(train.labels) for k in neighbors),
+        f'neighbors={neighbors}: expected 1 to {len(train.labels)} (training images)',
+    )
     classes, labels = np.unique(train.labels, return_inverse=True)
-    counts, chunk = np.array(neighbors), max(1, min(_CHUNK, _MAX_SIMILARITIES // len(labels)))
+    counts = np.array(neighbors)
+    chunk = max(1, min(_CHUNK, _MAX_SIMILARITIES // len(labels)))
     is_neighbor = np.arange(counts.max()) < counts[:, None]
 
     @jax.jit  # `train` is passed in: a compiled program cannot hold constants of 2 GB
@@ -127,23 +133,34 @@ def evaluate_knn(train: Labeled, test: Labeled, *, neighbors: tuple[int, ...]) -
 
 def fit_best_logistic(train: Labeled, config: LogisticConfig) -> tuple[Classifier, LogisticState]:
     """Fits the linear probe with the best l2 (see `LogisticConfig`) to all training images."""
-    mean, std = train.features.mean(axis=0), train.features.std(axis=0) + EPSILON
+    mean = train.features.mean(axis=0)
+    std = train.features.std(axis=0) + EPSILON
     inputs = np.pad((train.features - mean) / std, ((0, 0), (0, 1)), constant_values=1.0)
     classes, labels = np.unique(train.labels, return_inverse=True)
     options = {'max_iterations': config.max_iterations, 'tolerance': config.tolerance}
 
     def fit(rows: Any, l2: float) -> tuple[Classifier, LogisticState]:
-        x, y = inputs[rows], labels[rows]
-        fitted = fit_logistic(x, y, l2=l2 / len(y), num_classes=len(classes), **options)
+        mean_l2 = l2 / len(labels[rows])
+        fitted = fit_logistic(
+            inputs[rows], labels[rows], l2=mean_l2, num_classes=len(classes), **options
+        )
         *weights, bias = np.asarray(fitted.weights)
-        return Classifier(classes, mean, np.array(weights) / std[:, None], bias, l2), fitted
+        classifier = Classifier(
+            classes=classes, mean=mean, weights=np.array(weights) / std[:, None], bias=bias, l2=l2
+        )
+        return classifier, fitted
 
-    l2, *others = config.l2
+    best_l2 = config.l2[0]
     is_valid = np.random.default_rng(0).random(len(labels)) < config.validation_fraction
-    if others and is_valid.any():
+    if len(config.l2) > 1 and is_valid.any():
         valid = train.subset(is_valid)
-        l2 = max(config.l2, key=lambda strength: fit(~is_valid, strength)[0].accuracy(valid))
-    return fit(slice(None), l2)
+
+        def validation_accuracy(l2: float) -> float:
+            classifier, _ = fit(~is_valid, l2)
+            return classifier.accuracy(valid)
+
+        best_l2 = max(config.l2, key=validation_accuracy)
+    return fit(slice(None), best_l2)
 
 
 def evaluate_logistic(train: Labeled, test: Labeled, config: LogisticConfig) -> LogisticResult:

@@ -57,10 +57,10 @@ class FewshotConfig(records.Record):
         records.require_between(self, 'seeds', low=0)
         records.require_between(self, 'l2', above=0)
         for name, values in {'shots': self.shots, 'seeds': self.seeds}.items():
-            distinct = len({*values}) == len(values) > 0
-            require(distinct, f'{name}={values}: expected one or more distinct numbers')
-        random = self.crop is not None and self.crop.random
-        require(not random, 'crop: expected a deterministic crop, not one for training')
+            are_distinct = len({*values}) == len(values) > 0
+            require(are_distinct, f'{name}={values}: expected one or more distinct numbers')
+        is_random = self.crop is not None and self.crop.random
+        require(not is_random, 'crop: expected a deterministic crop, not one for training')
 
 
 class Probe(NamedTuple):
@@ -104,13 +104,15 @@ def open_probes(
     """
     sets = fewshot.sets or {records.text_of(own_data): ProbeSet()}
     crop = {} if fewshot.crop is None else {'crop': fewshot.crop}
-    by_name, missing = dict[str, Probe](), dict[str, str]()
-    for name, one in sets.items():
+    by_name: dict[str, Probe] = {}
+    missing: dict[str, str] = {}
+    for name, probe_set in sets.items():
         try:
-            splits = one.train_split, one.test_split
-            train, test = (open_split(one.data or own_data, split) for split in splits)
+            data = probe_set.data or own_data
+            train = open_split(data, probe_set.train_split)
+            test = open_split(data, probe_set.test_split)
             _require_suitable(train, test, fewshot.episodes)
-            by_name[name] = Probe(*(make_reader(source, **crop) for source in (train, test)))
+            by_name[name] = Probe(train=make_reader(train, **crop), test=make_reader(test, **crop))
         except UserError as error:
             missing[name] = str(error)
             if len(missing) == len(sets):
@@ -121,10 +123,14 @@ def open_probes(
 
 def _require_suitable(train: Source, test: Source, drawn: EpisodesConfig | None) -> None:
     """Raises UserError if probes do not support the data set."""
-    same, both = train.class_names == test.class_names, f'{train.split} and {test.split}'
-    require(same, f'{train.data}: splits {both} have different classes')
-    wrong = f'{train.data}: images may have several classes; expected one class per image'
-    require(not train.multi_label, wrong)
+    require(
+        train.class_names == test.class_names,
+        f'{train.data}: splits {train.split} and {test.split} have different classes',
+    )
+    require(
+        not train.multi_label,
+        f'{train.data}: images may have several classes; expected one class per image',
+    )
     if drawn is not None:
         episodes.find_classes(test.labels, test.class_names, drawn, shots=max(drawn.shots))
 
@@ -159,7 +165,7 @@ def evaluate(
         }
         results[name] = protocol | _evaluate_probe(features_of, probe, sets.config)
         if train_linear is not None:
-            results[name]['linear_probe'] = train_linear(*probe)
+            results[name]['linear_probe'] = train_linear(probe.train, probe.test)
     return {'sets': results, 'missing': sets.missing}
 
 
@@ -169,17 +175,21 @@ def _evaluate_probe(features_of: FeatureFn, probe: Probe, config: FewshotConfig)
     Features are computed for all training images only if a probe needs them, otherwise for drawn
     images.
     """
-    source, notes = probe.test.source, list[str]()
+    source = probe.test.source
+    notes: list[str] = []
     test = _labeled(probe.test, features_of(probe.test, np.arange(len(source))), notes)
     drawn_features: Callable[[Any], np.ndarray] = functools.partial(features_of, probe.train)
     result = {'test_images': len(test.labels), 'notes': notes}
     if config.neighbors or config.logistic is not None:
         features = features_of(probe.train, np.arange(len(probe.train.source)))
-        train, drawn_features = _labeled(probe.train, features, notes), features.__getitem__
+        train = _labeled(probe.train, features, notes)
+        drawn_features = features.__getitem__
     if config.neighbors:
-        few = f'is skipped, because there are {plural(len(train.labels), "training image")}'
         possible = tuple(k for k in config.neighbors if k <= len(train.labels))
-        notes += [f'knn {k} {few}' for k in config.neighbors if k not in possible]
+        for k in config.neighbors:
+            if k not in possible:
+                images = plural(len(train.labels), 'training image')
+                notes.append(f'knn {k} is skipped, because there are {images}')
         knn = probes.evaluate_knn(train, test, neighbors=possible) if possible else {}
         result['knn'] = {'accuracy': knn}
     if config.logistic is not None:
@@ -197,11 +207,16 @@ def check_init_head(model: ModelConfig, train: Source, *, has_start: bool) -> No
     """Raises UserError unless the head can be a linear probe of the training images."""
     require(has_start, 'config.init_head: expected config.start_from to be set')
     pool = getattr(model, 'pool', None)
-    found = f'head={records.text_of(model.head)}, pool={pool}'
-    fits = model.head == 'linear' and pool not in ('none', 'cls_dist')
-    require(fits, f'config.init_head: got {found}; expected head=linear and one feature vector')
-    wrong = f'config.init_head: images of {train.data} may have several classes'
-    require(not train.multi_label, f'{wrong}; expected one class per image')
+    require(
+        model.head == 'linear' and pool not in ('none', 'cls_dist'),
+        f'config.init_head: got head={records.text_of(model.head)}, pool={pool}; '
+        'expected head=linear and one feature vector',
+    )
+    require(
+        not train.multi_label,
+        f'config.init_head: images of {train.data} may have several classes; '
+        'expected one class per image',
+    )
 
 
 def fit_head(
@@ -215,28 +230,33 @@ def fit_head(
     Raises:
       UserError: If a class has no readable image.
     """
-    source, notes = reader.source, list[str]()
+    source = reader.source
+    notes: list[str] = []
     train = _labeled(reader, features_of(reader, np.arange(len(source))), notes)
     if missing := {*range(len(source.class_names))}.difference(train.labels.tolist()):
         name = source.class_names[min(missing)]
         raise UserError(f'config.init_head: no readable training image of class {name!r}')
-    fitted, _ = probes.fit_best_logistic(train, LogisticConfig())
-    weights = fitted.weights.astype(np.float64)
-    head = {'kernel': weights, 'bias': fitted.bias - fitted.mean @ weights}
-    count, accuracy = plural(len(train.labels), 'image'), fitted.accuracy(train)
-    line = f'head: logistic regression on {count}, l2 {fitted.l2:g}, '
-    line += f'training accuracy {accuracy:.2%}'
-    float32 = {name: values.astype(np.float32) for name, values in head.items()}
-    return float32, '; '.join([line, *notes])
+    classifier, _ = probes.fit_best_logistic(train, LogisticConfig())
+    weights = classifier.weights.astype(np.float64)
+    bias = classifier.bias - classifier.mean @ weights
+    line = (
+        f'head: logistic regression on {plural(len(train.labels), "image")}, '
+        f'l2 {classifier.l2:g}, training accuracy {classifier.accuracy(train):.2%}'
+    )
+    head = {'kernel': weights.astype(np.float32), 'bias': bias.astype(np.float32)}
+    return head, '; '.join([line, *notes])
 
 
 def _labeled(reader: ImageReader, features: Float[np.ndarray, 'n d'], notes: list[str]) -> Labeled:
     """Returns features and labels of readable images; `notes` gets a line about unreadable ones."""
     readable = ~np.isnan(features).any(axis=1)
     require(bool(readable.any()), f'none of {len(readable)} images can be read')
-    if missing := int((~readable).sum()):
+    num_unreadable = int((~readable).sum())
+    if num_unreadable:
         name = reader.source.name_of(int(readable.argmin()))
-        notes.append(f'{missing} of {len(readable)} images cannot be read, for example {name}')
+        notes.append(
+            f'{num_unreadable} of {len(readable)} images cannot be read, for example {name}'
+        )
     return Labeled(features, reader.source.labels).subset(readable)
 
 
@@ -249,13 +269,20 @@ def _evaluate_few_shot(
 ) -> dict[str, Any]:
     """Returns accuracies and protocol of the few-shot linear probe, as JSON."""
     shots = _possible_shots(config.shots, train, notes)
-    draws = {'shots': shots, 'seeds': config.seeds}
-    result = ridge.few_shot(train.labels, test, features_of=features_of, l2=config.l2, **draws)
+    result = ridge.few_shot(
+        train.labels,
+        test,
+        features_of=features_of,
+        shots=shots,
+        seeds=config.seeds,
+        l2=config.l2,
+    )
     by_shots = {str(k): [result.accuracies[seed, k] for seed in config.seeds] for k in shots}
 
     def by_draw(values: dict[tuple[int, int], Any]) -> dict[str, Any]:
-        return {f'seed {seed}, {count} shots': each for (seed, count), each in values.items()}
+        return {f'seed {seed}, {count} shots': value for (seed, count), value in values.items()}
 
+    images = {draw: train.read_names(rows.tolist()) for draw, rows in result.draws.items()}
     return {
         'classes': len(train.class_names),
         'shots': shots,
@@ -263,9 +290,9 @@ def _evaluate_few_shot(
         'l2': config.l2,
         'bias': ridge.BIAS,
         'mean': {k: float(np.mean(accuracies)) for k, accuracies in by_shots.items()},
-        'deviation': {k: sample_deviation(numbers) for k, numbers in by_shots.items()},
+        'deviation': {k: sample_deviation(accuracies) for k, accuracies in by_shots.items()},
         'accuracy': by_draw(result.accuracies),
-        'train_images': by_draw({d: train.read_names(i.tolist()) for d, i in result.draws.items()}),
+        'train_images': by_draw(images),
     }
 
 
@@ -277,8 +304,11 @@ def _possible_shots(shots: Sequence[int], train: Source, notes: list[str]) -> li
     """
     images = np.bincount(train.labels)
     fewest = int(images[images > 0].min())
-    possible = [count for count in shots if count <= fewest] or [min(shots)]
-    effects = [f'{possible[0]}-shot uses all of them'] if possible[0] > fewest else []
+    possible = [count for count in shots if count <= fewest]
+    effects = []
+    if not possible:
+        possible = [min(shots)]
+        effects.append(f'{possible[0]}-shot uses all of them')
     effects += [f'{count}-shot is skipped' for count in shots if count not in possible]
     if effects:
         name = train.class_names[int(np.flatnonzero(images == fewest)[0])]
@@ -294,40 +324,46 @@ class Score(NamedTuple):
     detail: str = ''  # the selected settings
 
     def __str__(self) -> str:
-        text = f'{self.accuracy:.2%}' + ('' if self.spread is None else f' +- {self.spread:.2%}')
-        return text + (f' ({self.detail})' if self.detail else '')
+        spread = '' if self.spread is None else f' +- {self.spread:.2%}'
+        detail = f' ({self.detail})' if self.detail else ''
+        return f'{self.accuracy:.2%}{spread}{detail}'
 
 
 def list_scores(values: dict[str, Any]) -> dict[str, Score]:
     """Returns the accuracies of a data set, by names such as `10-shot`, `5-way 1-shot`, `knn 9`."""
-    shots = {f'{k}-shot': Score(mean, values['deviation'][k]) for k, mean in values['mean'].items()}
-    if (nearest := values.get('knn')) is not None:
-        shots |= {f'knn {k}': Score(accuracy) for k, accuracy in nearest['accuracy'].items()}
-    if (linear := values.get('logistic')) is not None:
-        shots['logistic'] = Score(linear['accuracy'])
+    scores = {
+        f'{k}-shot': Score(mean, values['deviation'][k]) for k, mean in values['mean'].items()
+    }
+    if (knn := values.get('knn')) is not None:
+        scores |= {f'knn {k}': Score(accuracy) for k, accuracy in knn['accuracy'].items()}
+    if (logistic := values.get('logistic')) is not None:
+        scores['logistic'] = Score(logistic['accuracy'])
     if (probe := values.get('linear_probe')) is not None:
-        shots['linear probe'] = Score(probe['accuracy'], detail=probe['chosen'])
+        scores['linear probe'] = Score(probe['accuracy'], detail=probe['chosen'])
     if (drawn := values.get('episodes')) is not None:
         for k, mean in drawn['mean'].items():
-            shots[f'{drawn["ways"]}-way {k}-shot'] = Score(mean, drawn['interval'][k])
-    return shots
+            scores[f'{drawn["ways"]}-way {k}-shot'] = Score(mean, drawn['interval'][k])
+    return scores
 
 
 def summarize(result: dict[str, Any]) -> str:
     """Formats accuracies and notes in one line, with data set names if there are several."""
-    sets, parts = result['sets'], []
+    sets = result['sets']
+    summaries = []
     for name, values in sets.items():
-        texts = [f'{label} {score}' for label, score in list_scores(values).items()]
-        text = ', '.join([*texts, *values['notes']])
-        parts.append(text if len(sets) == 1 else f'{name}: {text}')
-    return '; '.join(parts)
+        scores = [f'{label} {score}' for label, score in list_scores(values).items()]
+        summary = ', '.join([*scores, *values['notes']])
+        summaries.append(summary if len(sets) == 1 else f'{name}: {summary}')
+    return '; '.join(summaries)
 
 
 def name_accuracies(result: dict[str, Any]) -> dict[str, float]:
     """Returns accuracies by metric name, such as `10_shot_accuracy`."""
     sets = result['sets']
-    return {
-        (f'{name}/' if len(sets) > 1 else '') + re.sub('[ -]', '_', label) + '_accuracy': accuracy
-        for name, values in sets.items()
-        for label, (accuracy, *_) in list_scores(values).items()
-    }
+    accuracies = {}
+    for name, values in sets.items():
+        prefix = f'{name}/' if len(sets) > 1 else ''
+        for label, score in list_scores(values).items():
+            metric = re.sub('[ -]', '_', label) + '_accuracy'
+            accuracies[f'{prefix}{metric}'] = score.accuracy
+    return accuracies

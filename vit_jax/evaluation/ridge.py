@@ -104,19 +104,24 @@ def accuracy(train: Labeled, test: Labeled, *, l2: float) -> float:
 def fit(train: Labeled, *, l2: float) -> Classifier:
     """Fits the ridge classifier in float64 (see above)."""
     classes, labels, sizes = np.unique(train.labels, return_inverse=True, return_counts=True)
-    order, count = np.argsort(labels, kind='stable'), len(labels)
+    order = np.argsort(labels, kind='stable')
+    num_images = len(labels)
     mean = train.features.mean(axis=0, dtype=np.float64)
     x = train.features[order] - mean
     scale = np.sqrt((x**2).mean(axis=0)) + EPSILON
     x /= scale
-    if count < len(mean):
+    if num_images < len(mean):
         targets = 2.0 * (labels[order][:, None] == range(len(classes)))
         targets -= targets.mean(axis=0)  # X'1 = 0 up to rounding, which 1 / l2 would amplify
         weights = x.T @ _solve(x @ x.T, targets, l2)
     else:
-        weights = _solve(x.T @ x, 2.0 * np.add.reduceat(x, np.cumsum(sizes) - sizes).T, l2)
-    bias = BIAS**2 * (2.0 * sizes - count) / (BIAS**2 * count + l2)
-    return Classifier(classes, mean, weights / scale[:, None], bias, l2)
+        first_rows = np.cumsum(sizes) - sizes
+        class_sums = np.add.reduceat(x, first_rows)
+        weights = _solve(x.T @ x, 2.0 * class_sums.T, l2)
+    bias = BIAS**2 * (2.0 * sizes - num_images) / (BIAS**2 * num_images + l2)
+    return Classifier(
+        classes=classes, mean=mean, weights=weights / scale[:, None], bias=bias, l2=l2
+    )
 
 
 def _solve(

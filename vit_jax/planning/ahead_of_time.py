@@ -21,15 +21,56 @@ GIB = 2**30
 _SIDE = r'[1-9]\d*'
 
 # GiB that a program may use on one device (from the error of libtpu 0.0.42 for a larger program).
-_TPUS = {'v2': 7.48, 'v3': 15.48, 'v4': 30.75, 'v5e': 15.75, 'v5p': 95.74, 'v6e': 31.25}
-_TPUS |= {'tpu7x': 94.75}
-# GPU properties that the compiler needs, from NVIDIA's data sheets and CUDA's architecture limits:
-# compute capability, multiprocessors, L2 cache in bytes, memory bandwidth in bytes/s, clock in GHz,
-# shared memory in bytes per multiprocessor and per block, memory in bytes.
+_TPUS = {
+    'v2': 7.48,
+    'v3': 15.48,
+    'v4': 30.75,
+    'v5e': 15.75,
+    'v5p': 95.74,
+    'v6e': 31.25,
+    'tpu7x': 94.75,
+}
+
+
+class _Gpu(NamedTuple):
+    """GPU properties that the compiler needs, from NVIDIA's data sheets and CUDA's limits."""
+
+    title: str
+    compute_capability: int  # major version
+    multiprocessors: int
+    l2_cache: int  # bytes
+    bandwidth: float  # of the memory, in bytes/s
+    clock: float  # GHz
+    shared_per_multiprocessor: int  # bytes of shared memory
+    shared_per_block: int  # bytes of shared memory
+    memory: int  # bytes
+
+
+_H100 = _Gpu(
+    title='H100-SXM5-80GB',
+    compute_capability=9,
+    multiprocessors=132,
+    l2_cache=50 * 2**20,
+    bandwidth=3352e9,
+    clock=1.98,
+    shared_per_multiprocessor=233472,
+    shared_per_block=232448,
+    memory=84_900_000_000,
+)
 _GPUS = {
-    'a100': ('A100-SXM4-80GB', 8, 108, 40 * 2**20, 2039e9, 1.41, 167936, 166912, 85_100_000_000),
-    'h100': ('H100-SXM5-80GB', 9, 132, 50 * 2**20, 3352e9, 1.98, 233472, 232448, 84_900_000_000),
-    'h200': ('H200-SXM-141GB', 9, 132, 50 * 2**20, 4800e9, 1.98, 233472, 232448, 150_000_000_000),
+    'a100': _Gpu(
+        title='A100-SXM4-80GB',
+        compute_capability=8,
+        multiprocessors=108,
+        l2_cache=40 * 2**20,
+        bandwidth=2039e9,
+        clock=1.41,
+        shared_per_multiprocessor=167936,
+        shared_per_block=166912,
+        memory=85_100_000_000,
+    ),
+    'h100': _H100,
+    'h200': _H100._replace(title='H200-SXM-141GB', bandwidth=4800e9, memory=150_000_000_000),
 }
 _EXPECTED = (
     'expected KIND:SHAPE, such as v5e:4x4, v5p:2x2x4 or 2*v5e:16x16 (two slices), with KIND one of '
@@ -68,17 +109,21 @@ def find_topology(name: str) -> Topology:
     slices, kind, shape = tpus.groups()
     sides = [int(side) for side in shape.split('x')]
     # The largest slice. For a larger v5e, libtpu aborts the process while it compiles.
-    fits = kind not in ('v5e', 'v6e') or (len(sides) == 2 and max(sides) <= 16)
-    largest = f'expected at most 16x16 chips in a slice of {kind}; for two slices, 2*{kind}:16x16'
-    require(fits, f'--topology={name}: {largest}')
+    require(
+        kind not in ('v5e', 'v6e') or (len(sides) == 2 and max(sides) <= 16),
+        f'--topology={name}: expected at most 16x16 chips in a slice of {kind}; '
+        f'for two slices, 2*{kind}:16x16',
+    )
     # These variables keep libtpu from looking for a TPU in the network and from opening a chip.
     os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
     os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
     os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
     os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-4')
-    how = "run pip install 'vit_jax[tpu]' (needs no TPU)"
-    installed = importlib.util.find_spec('libtpu') is not None
-    require(installed, f'--topology={name}: the TPU compiler is not installed; {how}')
+    require(
+        importlib.util.find_spec('libtpu') is not None,
+        f'--topology={name}: the TPU compiler is not installed; '
+        "run pip install 'vit_jax[tpu]' (needs no TPU)",
+    )
     options: dict[str, Any] = {'num_slices': int(slices)} if slices else {}
     if math.prod(sides) < 4:  # the default is four chips per host
         options['chips_per_host_bounds'] = [*sides, 1][:3]
@@ -97,24 +142,27 @@ def _devices(name: str, *jax_name: str, **options: Any) -> Sequence[jax.Device]:
 
 
 def _find_gpus(name: str, kind: str, shape: str) -> Topology:
-    title, major, cores, cache, bandwidth, clock, per_core, per_block, memory = _GPUS[kind]
+    gpu = _GPUS[kind]
     target = f"""gpu_device_info {{
-        cuda_compute_capability {{ major: {major} }} core_count: {cores} fpus_per_core: 128
+        cuda_compute_capability {{ major: {gpu.compute_capability} }}
+        core_count: {gpu.multiprocessors} fpus_per_core: 128
         threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
         block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
         registers_per_core_limit: 65536 registers_per_block_limit: 65536
-        shared_memory_per_core: {per_core} shared_memory_per_block: 49152
-        shared_memory_per_block_optin: {per_block} l2_cache_size: {cache}
-        memory_bandwidth: {bandwidth:.0f} clock_rate_ghz: {clock} device_memory_size: {memory}
+        shared_memory_per_core: {gpu.shared_per_multiprocessor} shared_memory_per_block: 49152
+        shared_memory_per_block_optin: {gpu.shared_per_block} l2_cache_size: {gpu.l2_cache}
+        memory_bandwidth: {gpu.bandwidth:.0f} clock_rate_ghz: {gpu.clock}
+        device_memory_size: {gpu.memory}
         }} platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
-        device_description_str: "{title}" """
-    how = "run pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, with jax's version, in a "
-    how += 'separate environment, because jax then warns at each start without a GPU'
-    installed = any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13))
-    missing = f"--topology={name}: jax's GPU compiler, which needs no GPU, is not installed"
-    require(installed, f'{missing}; {how}')
+        device_description_str: "{gpu.title}" """
+    require(
+        any(importlib.util.find_spec(f'jax_cuda{n}_plugin') for n in (12, 13)),
+        f"--topology={name}: jax's GPU compiler, which needs no GPU, is not installed; "
+        "run pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt, with jax's version, in a "
+        'separate environment, because jax then warns at each start without a GPU',
+    )
     devices = _devices(name, name, platform='cuda', topology=f'1x{shape}', target_config=target)
-    return Topology(name, devices, int(0.75 * memory))  # jax's XLA_PYTHON_CLIENT_MEM_FRACTION
+    return Topology(name, devices, int(0.75 * gpu.memory))  # jax's XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 @contextlib.contextmanager
@@ -158,21 +206,30 @@ def compile_for(
       DoesNotFitError: If the program needs more memory than a device has.
     """
     if quickly:
-        older = jax.__version_info__ < (0, 11)
-        effort = {'exec_time_optimization_effort': -1.0} if older else {'optimization_level': 'O1'}
+        if jax.__version_info__ < (0, 11):
+            effort: dict[str, Any] = {'exec_time_optimization_effort': -1.0}
+        else:
+            effort = {'optimization_level': 'O1'}
         options = effort | (options or {})
     try:
         compiled = _compiled(lowered, options or {})
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        needed = re.search(r'(?:Used |required for[^(]*\()([0-9.]+)([BKMGT])', str(error))
-        size = needed and round(float(needed[1]) * 2 ** (10 * 'BKMGT'.index(needed[2])))
-        raise DoesNotFitError(size) from error
+        raise DoesNotFitError(_parse_needed_bytes(str(error))) from error
     peak = compiled.memory_analysis().peak_memory_in_bytes
     if peak > topology.memory:  # the GPU compiler does not check this
         raise DoesNotFitError(peak)
     return compiled
+
+
+def _parse_needed_bytes(message: str) -> int | None:
+    """Returns the bytes that a program needs, from XLA's error; None if it does not state them."""
+    match = re.search(r'(?:Used |required for[^(]*\()([0-9.]+)([BKMGT])', message)
+    if match is None:
+        return None
+    number, unit = match.groups()
+    return round(float(number) * 1024 ** 'BKMGT'.index(unit))
 
 
 def _compiled(lowered: Any, options: dict[str, Any]) -> Any:

@@ -44,10 +44,14 @@ def with_dummy_data(
       UserError: If the data is needed for the numbers and cannot be opened, or if the configuration
         has no training length or no model.
     """
-    wrong = 'config.total: not set; expected a training length, such as --config.total.epochs=7'
-    require(config.total is not None, wrong)
-    has_model = config.model is not None or config.start_from is not None
-    require(has_model, 'config.model: not set; expected a model or --config.start_from=CHECKPOINT')
+    require(
+        config.total is not None,
+        'config.total: not set; expected a training length, such as --config.total.epochs=7',
+    )
+    require(
+        config.model is not None or config.start_from is not None,
+        'config.model: not set; expected a model or --config.start_from=CHECKPOINT',
+    )
     uses_labels = make_task(config, num_classes=0).uses_labels
     if not uses_labels:
         num_classes = 1
@@ -101,7 +105,9 @@ def compile_step(config: TrainConfig, topology: Topology) -> StepMemory:
         memory = ahead_of_time.compile_for(topology, lowered).memory_analysis()
     shardings = sharding_rules.get_shardings(state)
     report = sharding_rules.sharding_report(state, shardings, experiment.mesh)
-    return StepMemory(memory.argument_size_in_bytes, memory.peak_memory_in_bytes, report)
+    return StepMemory(
+        state=memory.argument_size_in_bytes, peak=memory.peak_memory_in_bytes, sharding=report
+    )
 
 
 def count_update_operations(config: OptimizerConfig, params: Params, mesh: Mesh) -> int:

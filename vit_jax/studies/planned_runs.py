@@ -5,10 +5,11 @@ GRID/VALUE-VALUE-seedN.json its configuration.
 """
 
 import itertools
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from vit_jax.base import Path, UserError, plural, records, require, usable
+from vit_jax.base import Path, plural, records, require, usable
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.config import MAY_CHANGE_ON_RESUME, TrainConfig, config_differences, write_config
@@ -41,12 +42,13 @@ def plan_runs(study: Study) -> list[PlannedRun]:
     Raises UserError for an unknown field, an invalid value, two runs with one name, or a measure
     that no run writes.
     """
-    runs = dict[str, PlannedRun]()
+    runs: dict[str, PlannedRun] = {}
     for seed in study.seeds:
-        by_grid = dict[str | None, list[PlannedRun]]()
+        by_grid: dict[str, list[PlannedRun]] = {}
         for name, grid in study.grids.items():
-            starts = [None] if grid.start_from is None else by_grid[grid.start_from]
-            by_grid[name] = [r for start in starts for r in _of_grid(study, name, start, seed)]
+            by_grid[name] = []
+            for start in [None] if grid.start_from is None else by_grid[grid.start_from]:
+                by_grid[name] += _plan_grid(study, name, start, seed)
             for run in by_grid[name]:
                 _check_measures(grid, run)
                 key = run.name.casefold()  # some file systems ignore case
@@ -58,24 +60,40 @@ def plan_runs(study: Study) -> list[PlannedRun]:
     return [*runs.values()]
 
 
-def _of_grid(study: Study, name: str, start: PlannedRun | None, seed: int) -> Iterator[PlannedRun]:
-    grid, where = study.grids[name], f'grids.{name}'
+def _plan_grid(
+    study: Study, name: str, start: PlannedRun | None, seed: int
+) -> Iterator[PlannedRun]:
+    grid = study.grids[name]
+    where = f'grids.{name}'
     reset = {} if start is None else {'model': None}  # use the checkpoint's model
     base = records.with_values(study.base, reset | grid.changes, where=f'{where}.changes')
-    for chosen in itertools.product(*grid.axes.values()):
-        values, config = dict(zip(grid.axes, chosen, strict=True)), base
+    for combination in itertools.product(*grid.axes.values()):
+        values = dict(zip(grid.axes, combination, strict=True))
+        config = base
         for axis, value in values.items():
             changes = grid.axes[axis][value]
             config = records.with_values(config, changes, where=f'{where}.axes.{axis}.{value}')
         config.seed = seed
-        values = ({} if start is None else start.values) | values
-        folder = f'{name}/{"-".join([*values.values(), f"seed{seed}"])}'
-        yield PlannedRun(folder, name, values, seed, config, start)
+        if start is not None:
+            values = start.values | values
+        yield PlannedRun(
+            name=f'{name}/{"-".join([*values.values(), f"seed{seed}"])}',
+            grid=name,
+            values=values,
+            seed=seed,
+            config=config,
+            parent=start,
+        )
 
 
 def _check_measures(grid: Grid, run: PlannedRun) -> None:
-    kinds = ['train', *run.config.evaluations, *(['fewshot'] if run.config.fewshot else [])]
-    for measure in (*grid.measures, *([grid.best] if grid.best else [])):
+    kinds = ['train', *run.config.evaluations]
+    if run.config.fewshot:
+        kinds.append('fewshot')
+    measures = [*grid.measures]
+    if grid.best:
+        measures.append(grid.best)
+    for measure in measures:
         is_known = measure == COMPUTE or measure.partition('/')[0] in kinds
         expected = ', '.join(f'{kind}/...' for kind in kinds)
         require(is_known, f'grids.{run.grid}: measure {measure!r}: expected {expected}, compute')
@@ -83,13 +101,16 @@ def _check_measures(grid: Grid, run: PlannedRun) -> None:
 
 def describe_programs(runs: Sequence[PlannedRun]) -> str:
     """Returns a line with the number of runs and of the programs that they need."""
-    steps, evaluations = set[Hashable](), set[Hashable]()
+    steps: set[Hashable] = set()
+    evaluations: set[Hashable] = set()
     for run in runs:
-        config, structure = run.config, _structure_key(run)
+        config = run.config
+        structure = _structure_key(run)
         steps |= {(structure, kind) for kind in config.step_variants}
-        for one in config.evaluations.values():
-            batch = one.data or config.data, one.labels, config.eval_batch_size or config.batch_size
-            evaluations.add((structure, one.patch_size, batch))
+        for evaluation in config.evaluations.values():
+            data = evaluation.data or config.data
+            batch_size = config.eval_batch_size or config.batch_size
+            evaluations.add((structure, evaluation.patch_size, data, evaluation.labels, batch_size))
         if config.fewshot is not None:
             evaluations.add((structure, 'few-shot'))
     programs = f'{plural(len(steps), "training step")}, {plural(len(evaluations), "evaluation")}'
@@ -101,7 +122,8 @@ def _structure_key(run: PlannedRun) -> Hashable:
 
     It includes the data, which determine the number of classes.
     """
-    config, optimizer = run.config, run.config.optimizer
+    config = run.config
+    optimizer = config.optimizer
     start = config.start_from if run.parent is None else _structure_key(run.parent)
     has_factors = optimizer.layer_decay is not None or len(optimizer.lr_multipliers) > 0
     return repr(remove_values(config)), repr(config.data), config.classes, start, has_factors
@@ -126,19 +148,20 @@ def require_same_values(folder: Path, runs: Sequence[PlannedRun]) -> None:
     for run in runs:
         if is_complete(folder, run):
             recorded = history.read_history(folder / run.name, run.name).config
-            may_differ = {*MAY_CHANGE_ON_RESUME} - {
-                'evals',
-                'eval_split',
-                'fewshot',
-            }  # these change the measures
-            may_differ -= {'keep_best', 'patience'}  # these change the last step
-            may_differ |= {'start_from'} if run.parent else set()
-            may_differ |= {'compute.dtype'} if run.config.compute.dtype == 'auto' else set()
-            changes = config_differences(
-                recorded, records.to_dict(run.config), ignored=[*may_differ]
+            measured = {'evals', 'eval_split', 'fewshot', 'metrics'}
+            last_step = {'keep_best', 'patience'}  # these change it
+            may_differ = {*MAY_CHANGE_ON_RESUME} - measured - last_step
+            if run.parent:
+                may_differ.add('start_from')
+            if run.config.compute.dtype == 'auto':
+                may_differ.add('compute.dtype')
+            planned = records.to_dict(run.config)
+            changes = config_differences(recorded, planned, ignored=[*may_differ])
+            require(
+                not changes,
+                f'{folder / run.name}: {"; ".join(changes)}; use another --workdir, '
+                'or delete the folder of this run to train it again',
             )
-            advice = 'use another --workdir, or delete the folder of this run to train it again'
-            require(not changes, f'{folder / run.name}: {"; ".join(changes)}; {advice}')
 
 
 def write_run_config(folder: Path, study: Study, run: PlannedRun) -> Path:
@@ -162,15 +185,18 @@ def _find_checkpoint(workdir: Path, best: str | None) -> Path:
     """Returns the newest checkpoint of a work directory, or the one with the best measure."""
     if best is None:
         return workdir
-    step, path = find_best_step(history.read_history(workdir, workdir.name), best), workdir / FOLDER
-    if step not in digests.list_steps(path):
-        advice = f'set keep_best={best}'
-        raise UserError(f'{workdir}: step {step} is best, but has no checkpoint; {advice}')
-    return path / str(step)
+    step = find_best_step(history.read_history(workdir, workdir.name), best)
+    checkpoints = workdir / FOLDER
+    require(
+        step in digests.list_steps(checkpoints),
+        f'{workdir}: step {step} is best, but has no checkpoint; set keep_best={best}',
+    )
+    return checkpoints / str(step)
 
 
 def find_best_step(run: history.History, best: str) -> int | None:
     """Returns the step with the best value of KIND/NAME; None if no step has a value."""
-    by_step = {step: x for step, x in run.numbers.get(best, {}).items() if x == x}  # without NaN
+    numbers = run.numbers.get(best, {})
+    by_step = {step: value for step, value in numbers.items() if not math.isnan(value)}
     choose = min if find_metric(best, run.own_metrics).lower_is_better else max
     return choose(by_step, key=by_step.__getitem__, default=None)

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -44,15 +43,20 @@ def read_measures(folder: Path, study: Study, runs: Sequence[PlannedRun]) -> dic
     """Reads the measures of the complete runs by run name, at the last step or the best step."""
     measured = {}
     for run in runs:
-        grid, last = study.grids[run.grid], read_last_step(folder, run)
-        if last is None:
+        grid = study.grids[run.grid]
+        last_step = read_last_step(folder, run)
+        if last_step is None:
             continue
-        trained = history.read_history(folder / run.name, run.name)
-        step = find_best_step(trained, grid.best) if grid.best else last
-        by_step = {measure: trained.numbers.get(measure, {}) for measure in grid.measures}
-        measured[run.name] = {m: xs[step] for m, xs in by_step.items() if step in xs}
+        recorded = history.read_history(folder / run.name, run.name)
+        step = find_best_step(recorded, grid.best) if grid.best else last_step
+        measures = {}
+        for measure in grid.measures:
+            by_step = recorded.numbers.get(measure, {})
+            if step in by_step:
+                measures[measure] = by_step[step]
         if COMPUTE in grid.measures:
-            measured[run.name][COMPUTE] = _count_operations(folder, run.root)
+            measures[COMPUTE] = _count_operations(folder, run.root)
+        measured[run.name] = measures
     return measured
 
 
@@ -79,60 +83,88 @@ def make_rows(
     """Returns a row per experiment, and per mean of a grid."""
     rows: list[Row] = []
     for name, grid in study.grids.items():
-        experiments = dict[tuple[str, ...], list[PlannedRun]]()
+        experiments: dict[tuple[str, ...], list[PlannedRun]] = {}
         for run in runs:
             if run.grid == name:
                 experiments.setdefault(tuple(run.values.values()), []).append(run)
         grid_rows = []
-        for values, seeds in experiments.items():
-            by_seed = {run.seed: measured.get(run.name, {}) for run in seeds}
-            numbers = {
-                measure: {seed: each[measure] for seed, each in by_seed.items() if measure in each}
-                for measure in grid.measures
-            }
-            published = grid.published.get('-'.join(values))
-            grid_rows.append(Row(name, seeds[0].values, len(seeds), numbers, published))
+        for values, runs_of_experiment in experiments.items():
+            grid_rows.append(
+                Row(
+                    grid=name,
+                    values=runs_of_experiment[0].values,
+                    num_runs=len(runs_of_experiment),
+                    numbers={
+                        measure: _measured_by_seed(runs_of_experiment, measured, measure)
+                        for measure in grid.measures
+                    },
+                    published=grid.published.get('-'.join(values)),
+                )
+            )
         rows += [*grid_rows, *_make_mean_rows(grid, grid_rows)]
     return rows
 
 
+def _measured_by_seed(
+    runs: Sequence[PlannedRun], measured: Mapping[str, Measures], measure: str
+) -> dict[int, float]:
+    """Returns a measure of the runs that have it, by seed."""
+    by_seed = {}
+    for run in runs:
+        measures = measured.get(run.name, {})
+        if measure in measures:
+            by_seed[run.seed] = measures[measure]
+    return by_seed
+
+
 def _make_mean_rows(grid: Grid, rows: Sequence[Row]) -> list[Row]:
     """Averages rows over values of the last axis, for the seeds that all these rows have."""
-    means = []
+    mean_rows = []
+    values_of_other_axes = dict.fromkeys(tuple(row.values.values())[:-1] for row in rows)
     for mean, averaged in grid.means.items():
-        others = dict.fromkeys(tuple(row.values.values())[:-1] for row in rows)
-        for first in others:
-            group = [r for r in rows if tuple(r.values.values()) in {(*first, v) for v in averaged}]
-            numbers = {m: _by_seed([row.numbers[m] for row in group]) for m in grid.measures}
+        for other_values in values_of_other_axes:
+            combinations = {(*other_values, value) for value in averaged}
+            group = [row for row in rows if tuple(row.values.values()) in combinations]
             published = [row.published for row in group if row.published is not None]
-            average = float(np.mean(published)) if len(published) == len(group) else None
-            values = dict(zip(rows[0].values, (*first, mean), strict=True))
-            means.append(Row(rows[0].grid, values, rows[0].num_runs, numbers, average, mean))
-    return means
+            mean_rows.append(
+                Row(
+                    grid=rows[0].grid,
+                    values=dict(zip(rows[0].values, (*other_values, mean), strict=True)),
+                    num_runs=rows[0].num_runs,
+                    numbers={
+                        measure: _average_by_seed([row.numbers[measure] for row in group])
+                        for measure in grid.measures
+                    },
+                    published=float(np.mean(published)) if len(published) == len(group) else None,
+                    mean=mean,
+                )
+            )
+    return mean_rows
 
 
-def _by_seed(numbers: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    seeds = set.intersection(*({*each} for each in numbers))
-    return {seed: float(np.mean([each[seed] for each in numbers])) for seed in sorted(seeds)}
+def _average_by_seed(numbers: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Averages the numbers of several rows for each seed that all of them have."""
+    seeds = set.intersection(*({*by_seed} for by_seed in numbers))
+    return {seed: float(np.mean([by_seed[seed] for by_seed in numbers])) for seed in sorted(seeds)}
 
 
 def text_of(measure: str, value: float, own: Sequence[Metric] = ()) -> str:
     """Formats a measure for tables; `own` are metrics of the user."""
     if measure == COMPUTE:
-        large = value >= 1e15  # table 6 of the ViT paper is in exaFLOPs
-        return f'{value / 1e18:.4g} exaFLOP' if large else f'{value / 1e12:.4g} TFLOP'
+        is_large = value >= 1e15  # table 6 of the ViT paper is in exaFLOPs
+        return f'{value / 1e18:.4g} exaFLOP' if is_large else f'{value / 1e12:.4g} TFLOP'
     return find_metric(measure, own).format(value)
 
 
 def format_tables(study: Study, rows: Sequence[Row]) -> str:
     """Formats the title and a table per grid in Markdown."""
     own = resolve_metrics(study.base.metrics)
-    texts = [f'# {study.title}', '']
+    lines = [f'# {study.title}', '']
     for name, grid in study.grids.items():
         grid_rows = [row for row in rows if row.grid == name]
         if grid.measures:
-            texts += [f'## {name}', '', *format_table(grid_rows, grid.measures, own), '']
-    return '\n'.join(texts)
+            lines += [f'## {name}', '', *format_table(grid_rows, grid.measures, own), '']
+    return '\n'.join(lines)
 
 
 def format_table(
@@ -142,8 +174,8 @@ def format_table(
 
     `own` are metrics of the user.
     """
-    has_published = ['published'] if any(row.published is not None for row in rows) else []
-    columns = [*rows[0].values, *measures, *has_published, 'seeds']
+    has_published = any(row.published is not None for row in rows)
+    columns = [*rows[0].values, *measures, *(['published'] if has_published else []), 'seeds']
     lines = [columns, ['---'] * len(columns)]
     for row in rows:
         cells = [*row.values.values()]
@@ -151,11 +183,13 @@ def format_table(
             numbers = [*row.numbers[measure].values()]
             cell = text_of(measure, float(np.mean(numbers)), own) if numbers else ''
             deviation = sample_deviation(numbers) if measure != COMPUTE else None
-            cell += '' if deviation is None else f' ± {text_of(measure, deviation, own)}'
+            if deviation is not None:
+                cell += f' ± {text_of(measure, deviation, own)}'
             cells.append(cell)
         if has_published:
             cells.append('' if row.published is None else text_of(measures[0], row.published, own))
-        lines.append([*cells, f'{max(map(len, row.numbers.values()))} of {row.num_runs}'])
+        num_seeds = max(len(by_seed) for by_seed in row.numbers.values())
+        lines.append([*cells, f'{num_seeds} of {row.num_runs}'])
     return [f'| {" | ".join(cells)} |' for cells in lines]
 
 
@@ -173,47 +207,55 @@ def format_csv(runs: Sequence[PlannedRun], measured: Mapping[str, Measures]) -> 
     return file.getvalue()
 
 
-def make_lines(
-    study: Study, drawing: PlotConfig, rows: Sequence[Row]
-) -> tuple[list[Line], dict[str, float], bool]:
-    """Returns the lines of a plot, its x positions by axis value, and whether to join the points.
+class PlotLines(NamedTuple):
+    """The lines of a plot."""
 
-    There are no x positions by value if x is `compute`. Points are not joined if the values of the
-    axis are not numbers.
-    """
+    lines: list[Line]
+    positions: dict[str, float]  # x positions by axis value; empty if x is `compute`
+    are_joined: bool  # False if the values of the axis are not numbers: the points are not joined
+
+
+def make_lines(study: Study, drawing: PlotConfig, rows: Sequence[Row]) -> PlotLines:
+    """Makes the lines of a plot, one for each grid and combination of the other axes."""
     grouped: dict[str, list[Row]] = {}
     for row in rows:
         has_x = COMPUTE in row.numbers if drawing.x == COMPUTE else drawing.x in row.values
         if row.mean == drawing.mean and has_x and row.numbers.get(drawing.y):
             grouped.setdefault(_line_name(study, drawing, row), []).append(row)
-    drawn = list(itertools.chain(*grouped.values()))
-    places, joined = dict[str, float](), True
+    positions: dict[str, float] = {}
+    are_joined = True
     if drawing.x != COMPUTE:
-        places, joined = _axis_positions(row.values[drawing.x] for row in drawn)
+        positions, are_joined = _axis_positions(
+            row.values[drawing.x] for group in grouped.values() for row in group
+        )
+
+    def x_of(row: Row) -> float:
+        if drawing.x == COMPUTE:
+            return float(np.mean([*row.numbers[COMPUTE].values()]))
+        return positions[row.values[drawing.x]]
+
     lines = []
     for name, group in grouped.items():
-        x = [
-            places[row.values[drawing.x]] if places else np.mean([*row.numbers[COMPUTE].values()])
-            for row in group
-        ]
-        y = [[*row.numbers[drawing.y].values()] for row in group]
-        columns = (
-            x,
-            [np.mean(numbers) for numbers in y],
-            [sample_deviation(numbers) or 0.0 for numbers in y],
+        numbers = [[*row.numbers[drawing.y].values()] for row in group]
+        lines.append(
+            Line(
+                name=name,
+                x=np.array([x_of(row) for row in group], float),
+                mean=np.array([np.mean(of_row) for of_row in numbers], float),
+                deviation=np.array([sample_deviation(of_row) or 0.0 for of_row in numbers], float),
+            )
         )
-        lines.append(Line(name, *(np.array(column, float) for column in columns)))
-    return lines, places, joined
+    return PlotLines(lines=lines, positions=positions, are_joined=are_joined)
 
 
 def _line_name(study: Study, drawing: PlotConfig, row: Row) -> str:
     """Returns the name of the plotted line to which a row belongs."""
     axes = [*row.values][:-1] if row.mean else [*row.values]  # means are over the last axis
     others = [f'{axis} {row.values[axis]}' for axis in axes if axis != drawing.x]
-    several = len(study.grids) > 1
+    has_several_grids = len(study.grids) > 1
     if drawing.x == COMPUTE:
-        others = [] if several else others[:1]
-    return ', '.join([row.grid, *others] if several or not others else others)
+        others = [] if has_several_grids else others[:1]
+    return ', '.join([row.grid, *others] if has_several_grids or not others else others)
 
 
 def _axis_positions(names: Iterable[str]) -> tuple[dict[str, float], bool]:
@@ -222,4 +264,4 @@ def _axis_positions(names: Iterable[str]) -> tuple[dict[str, float], bool]:
     try:
         return {name: float(name.removesuffix('%')) for name in names}, True
     except ValueError:
-        return {name: float(place) for place, name in enumerate(names)}, False
+        return {name: float(position) for position, name in enumerate(names)}, False

@@ -9,7 +9,8 @@ UNITS = 'steps', 'epochs', 'examples', 'fraction'
 Interval = int | Literal['epoch']  # a number of steps, or once per epoch
 
 # Default: metrics are logged every 50 steps, and about 20 times in runs of less than 1,000 steps.
-_LOG_STEPS, _LOG_LINES = 50, 20
+_LOG_STEPS = 50
+_LOG_LINES = 20
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,9 +86,12 @@ def make_train_length(total: Duration, *, batch_size: int, num_images: int) -> T
     """
     if total.fraction is not None:
         raise UserError(f'config.total.{total}: expected steps, epochs or examples')
-    steps = TrainLength(batch_size, num_images, total_steps=0).to_steps(total)
-    per_step = f'batch_size={batch_size} ({plural(num_images, "training image")})'
     records.require(total.steps != 0, 'config.total.steps=0: expected 1 or more')
-    fix = 'set a smaller --config.batch_size or a longer --config.total'
-    records.require(steps >= 1, f'config.total.{total}: less than one step of {per_step}; {fix}')
+    steps = TrainLength(batch_size, num_images, total_steps=0).to_steps(total)
+    if steps < 1:
+        images = plural(num_images, 'training image')
+        raise UserError(
+            f'config.total.{total}: less than one step of batch_size={batch_size} ({images}); '
+            'set a smaller --config.batch_size or a longer --config.total'
+        )
     return TrainLength(batch_size, num_images, steps)

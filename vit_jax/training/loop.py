@@ -110,14 +110,18 @@ def limit_loss(losses: Sequence[float], *, deviations: float | None) -> float:
 
 def require_progress(step: int, metrics: StepMetrics, skipped: int, max_skipped: int) -> None:
     """Raises NotFiniteError if parameters are not finite or too many updates were skipped."""
-    if skipped >= max_skipped or not isfinite(metrics.scalars['parameter_norm']):
-        numbers = metrics.means | metrics.scalars
-        values = [f'{name} is {n}' for name, n in numbers.items() if not isfinite(n)]
-        text = ', '.join(values) or f'loss is {numbers["loss"]:.4g}, a spike'
-        if skipped >= max_skipped:
-            text += f'; {plural(skipped, "update")} in a row skipped; use a lower '
-            text += '--config.schedule.learning_rate or --config.optimizer.clip_norm'
-        raise NotFiniteError(f'step {step}: {text}')
+    has_too_many_skipped = skipped >= max_skipped
+    if isfinite(metrics.scalars['parameter_norm']) and not has_too_many_skipped:
+        return
+    numbers = metrics.means | metrics.scalars
+    not_finite = [f'{name} is {n}' for name, n in numbers.items() if not isfinite(n)]
+    reason = ', '.join(not_finite) or f'loss is {numbers["loss"]:.4g}, a spike'
+    if has_too_many_skipped:
+        reason += (
+            f'; {plural(skipped, "update")} in a row skipped; use a lower '
+            '--config.schedule.learning_rate or --config.optimizer.clip_norm'
+        )
+    raise NotFiniteError(f'step {step}: {reason}')
 
 
 def fit(
@@ -156,7 +160,9 @@ def fit(
       TrainingStopped: If `batches` or an action raises Interrupted.
     """
     pending: tuple[int, StepMetrics] | None = None
-    skipped, losses = 0, [] if losses is None else losses
+    skipped = 0
+    if losses is None:
+        losses = []
 
     @clock('step')
     def read_pending() -> None:
@@ -186,7 +192,8 @@ def fit(
                 pending = step + 1, metrics
             if any(action.is_due(step + 1, steps.stop) for action in actions):
                 read_pending()
-                if run_actions(actions, state, step + 1, steps.stop) == step + 1:
+                last_step = run_actions(actions, state, step + 1, steps.stop)
+                if last_step == step + 1:
                     break
     except Interrupted:
         read_pending()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from vit_jax.base import Array, Bool, Float, Num, records
+from vit_jax.base import Array, Bool, Float, Num, UserError, records
 
 # Maps logits (b k) and targets (b k) to one loss per example.
 Loss = Callable[[Float[Array, 'b k'], Float[Array, 'b k']], Float[Array, 'b']]
@@ -24,8 +24,10 @@ class LossConfig(records.Record):
     binary_targets: bool = False  # kind=sigmoid: both classes of mixed images have target 1 (DeiT)
 
     def check(self) -> None:
-        wrong = 'binary_targets: not supported by kind=softmax; expected kind=sigmoid'
-        records.require(not self.binary_targets or self.kind == 'sigmoid', wrong)
+        records.require(
+            not self.binary_targets or self.kind == 'sigmoid',
+            'binary_targets: not supported by kind=softmax; expected kind=sigmoid',
+        )
         records.require_between(self, 'label_smoothing', low=0, below=1)
 
 
@@ -41,13 +43,15 @@ def make_loss(config: LossConfig | Loss) -> Loss:
 
     def loss(logits: Float[Array, 'b k'], targets: Float[Array, 'b k']) -> Float[Array, 'b']:
         if not isinstance(config, LossConfig):
-            losses, expected = config(logits, targets), logits.shape[:1]
-            code = getattr(config, '__code__', None)
-            where = f' ({code.co_filename}, line {code.co_firstlineno})' if code else ''
-            returned = f'got shape {jnp.shape(losses)} for logits {logits.shape}'
-            wanted = f'expected {expected}, one number per example'
-            fits = jnp.shape(losses) == expected
-            records.require(fits, f'loss {records.text_of(config)}{where}: {returned}; {wanted}')
+            losses = config(logits, targets)
+            expected = logits.shape[:1]
+            if jnp.shape(losses) != expected:
+                code = getattr(config, '__code__', None)
+                where = f' ({code.co_filename}, line {code.co_firstlineno})' if code else ''
+                raise UserError(
+                    f'loss {records.text_of(config)}{where}: got shape {jnp.shape(losses)} for '
+                    f'logits {logits.shape}; expected {expected}, one number per example'
+                )
             return losses
         if config.binary_targets:
             targets = (targets > 0).astype(targets.dtype)

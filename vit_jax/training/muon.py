@@ -53,14 +53,17 @@ def count_flops(params: Params, trainable: Any, mesh: Mesh) -> int:
     `params` may be abstract. `trainable` is a tree of booleans. Each device iterates
     on the kernels of all convolutions, unless XLA splits them.
     """
-    is_trained, operations = tree_names.named_leaves(trainable), 0
+    is_trained = tree_names.named_leaves(trainable)
+    operations = 0
     for name, leaf in tree_names.named_leaves(params).items():
         if is_trained[name] and re.fullmatch(MATRIX, name):
             m, n = _matrix_sides(name, leaf)
-            blocks = 1
+            matrices_per_device = 1
             if is_stacked(name):
-                blocks = math.ceil(leaf.shape[0] / _depth_axes(leaf.shape[0], mesh)[1])
-            operations += blocks * _ITERATIONS * (4 * m**2 * n + 2 * m**3)
+                depth = leaf.shape[0]
+                _, num_devices = _depth_axes(depth, mesh)
+                matrices_per_device = math.ceil(depth / num_devices)
+            operations += matrices_per_device * _ITERATIONS * (4 * m**2 * n + 2 * m**3)
     return operations
 
 
@@ -88,11 +91,13 @@ def _depth_axes(depth: int, mesh: Any) -> tuple[tuple[str, ...], int]:
     The blocks are padded to a multiple of this number, which is at most twice the number of
     blocks, so that the padding needs little memory.
     """
-    axes, parts = tuple[str, ...](), 1
+    axes: tuple[str, ...] = ()
+    num_devices = 1
     for axis in reversed(mesh.axis_names):
-        if parts * mesh.shape[axis] <= 2 * depth:
-            axes, parts = (axis, *axes), parts * mesh.shape[axis]
-    return axes, parts
+        if num_devices * mesh.shape[axis] <= 2 * depth:
+            axes = (axis, *axes)
+            num_devices *= mesh.shape[axis]
+    return axes, num_devices
 
 
 def _split_blocks(name: str, momentum: Float[Array, 'd ...']) -> Float[Array, 'p ...']:
@@ -100,6 +105,8 @@ def _split_blocks(name: str, momentum: Float[Array, 'd ...']) -> Float[Array, 'p
     mesh = mesh_in_context()
     if mesh is None or mesh.size == 1 or not is_stacked(name):
         return momentum
-    axes, parts = _depth_axes(len(momentum), mesh)
-    padding = [(0, -len(momentum) % parts), *[(0, 0)] * (momentum.ndim - 1)]
-    return jax.lax.with_sharding_constraint(jnp.pad(momentum, padding), PartitionSpec(axes))
+    axes, num_devices = _depth_axes(len(momentum), mesh)
+    depth_padding = (0, -len(momentum) % num_devices)
+    no_padding = (0, 0)
+    padded = jnp.pad(momentum, [depth_padding] + [no_padding] * (momentum.ndim - 1))
+    return jax.lax.with_sharding_constraint(padded, PartitionSpec(axes))

@@ -31,8 +31,10 @@ OPTIONS: dict[str, dict[str, float]] = {
 }
 # Options of all named kinds. They do not apply to an optimizer that is a function.
 _OF_ALL_KINDS = 'weight_decay', 'head_weight_decay', 'decay_pattern', 'moment_dtype'
-_LINEAR_END, _RSQRT_TIMESCALE = 1e-5, 10_000
-_TABLE, _MOST_STEPS = 2**20, 2**24 - 1  # steps
+_LINEAR_END = 1e-5
+_RSQRT_TIMESCALE = 10_000  # steps
+_TABLE_STEPS = 2**20
+_MAX_STEPS = 2**24 - 1
 
 
 def _steps(count: int) -> Any:
@@ -41,9 +43,10 @@ def _steps(count: int) -> Any:
 
 def _require_kind(config: Any, kinds: list[str], option: str) -> None:
     """Raises UserError unless this kind of schedule or optimizer has the option."""
-    kind = records.text_of(config.kind)
-    wrong = f'kind={kind} does not have this option; expected kind={" or ".join(kinds)}'
-    records.require(config.kind in kinds, f'{option}: {wrong}')
+    if config.kind not in kinds:
+        kind = records.text_of(config.kind)
+        expected = ' or '.join(kinds)
+        raise UserError(f'{option}: only kind={expected} has this option; got kind={kind}')
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -98,7 +101,9 @@ class OptimizerConfig(ParamGroupsConfig):
         records.require_between(self, 'b1', 'b2', 'momentum', low=0, high=0.999999)  # in float32
         records.require_between(self, 'epsilon', 'clip_norm', above=0)
         for name in ('b1', 'b2', 'epsilon', 'momentum', *_OF_ALL_KINDS):
-            if (value := getattr(self, name)) != getattr(type(self), name):
+            value = getattr(self, name)
+            default = getattr(type(self), name)
+            if value != default:
                 kinds = [k for k, options in OPTIONS.items() if name in (*options, *_OF_ALL_KINDS)]
                 _require_kind(self, kinds, f'{name}={value}')
 
@@ -112,16 +117,22 @@ def make_schedule(config: ScheduleConfig, length: TrainLength) -> Callable[[Any]
     Raises:
       UserError: If warmup and cooldown together are longer than the training run.
     """
-    total_steps, peak = length.total_steps, config.learning_rate
-    warmup, cooldown = length.to_steps(config.warmup), length.to_steps(config.cooldown)
+    total_steps = length.total_steps
+    peak = config.learning_rate
+    warmup = length.to_steps(config.warmup)
+    cooldown = length.to_steps(config.cooldown)
     timescale = length.to_steps(config.rsqrt_timescale)
     end = _LINEAR_END if config.linear_end is None else config.linear_end
-    wrong = f'config.schedule: warmup.{config.warmup} and cooldown.{config.cooldown} take '
-    wrong += f'{plural(warmup + cooldown, "step")}, but the training has {total_steps}; '
-    wrong += 'shorten them, for example with --config.schedule.warmup.fraction=0.1'
-    records.require(warmup + cooldown <= total_steps, wrong)
-    wrong = f'config.schedule.rsqrt_timescale.{config.rsqrt_timescale}: expected at least one step'
-    records.require(timescale > 0, wrong)
+    records.require(
+        warmup + cooldown <= total_steps,
+        f'config.schedule: warmup.{config.warmup} and cooldown.{config.cooldown} take '
+        f'{plural(warmup + cooldown, "step")}, but the training has {total_steps}; '
+        'shorten them, for example with --config.schedule.warmup.fraction=0.1',
+    )
+    records.require(
+        timescale > 0,
+        f'config.schedule.rsqrt_timescale.{config.rsqrt_timescale}: expected at least one step',
+    )
 
     def schedule(step: Any) -> Any:
         after = np.maximum(0.0, step - warmup)
@@ -155,11 +166,13 @@ def tabulate(function: Callable[[Any], Any], total_steps: int) -> Float[np.ndarr
     Raises:
       UserError: If the training is longer than 2**24 steps, whose table has 64 MiB.
     """
-    wrong = f'config.total: {total_steps:,} steps; expected at most {_MOST_STEPS:,}'
-    records.require(total_steps <= _MOST_STEPS, wrong)
-    entries = -(-(total_steps + 1) // _TABLE) * _TABLE
-    values = np.asarray(function(np.arange(total_steps + 1)), np.float32)
-    return np.pad(values, (0, entries - len(values)), mode='edge')
+    records.require(
+        total_steps <= _MAX_STEPS,
+        f'config.total: {total_steps:,} steps; expected at most {_MAX_STEPS:,}',
+    )
+    table = np.asarray(function(np.arange(total_steps + 1)), np.float32)
+    padding = -len(table) % _TABLE_STEPS
+    return np.pad(table, (0, padding), mode='edge')
 
 
 def look_up(table: Any) -> optax.Schedule:
@@ -175,16 +188,21 @@ def make_optimizer(
     Their gradients must be zero, so that `clip_norm` ignores them (see
     `ParamGroups.stop_frozen_gradients`).
     """
-    trained = [name for name, one in tree_names.named_leaves(groups.trainable).items() if one]
-    has_matrix = any(re.fullmatch(muon.MATRIX, name) for name in trained)
-    wrong = 'config.optimizer.kind=muon: no block or stage kernels are trained; use kind=adamw'
-    records.require(config.kind != 'muon' or has_matrix, wrong)
-    wrong = 'config.optimizer.kind=lamb: got no weight decay; expected weight_decay > 0'
-    records.require(config.kind != 'lamb' or bool(groups.decayed), wrong)
+    is_trainable = tree_names.named_leaves(groups.trainable)
+    trained = [name for name in is_trainable if is_trainable[name]]
+    records.require(
+        config.kind != 'muon' or any(re.fullmatch(muon.MATRIX, name) for name in trained),
+        'config.optimizer.kind=muon: no block or stage kernels are trained; use kind=adamw',
+    )
+    records.require(
+        config.kind != 'lamb' or bool(groups.decayed),
+        'config.optimizer.kind=lamb: got no weight decay; expected weight_decay > 0',
+    )
     chain = []
     if config.clip_norm is not None:
         chain.append(optax.clip_by_global_norm(config.clip_norm))
-    moments, trains_all = _make_core(config, schedule), all(jax.tree.leaves(groups.trainable))
+    moments = _make_core(config, schedule)
+    trains_all = all(is_trainable.values())
     chain.append(moments if trains_all else optax.masked(moments, groups.trainable))
     for name, mask in groups.decayed.items():
         chain.append(optax.add_decayed_weights(getattr(config, name), mask))
@@ -201,19 +219,25 @@ def _make_core(config: OptimizerConfig, schedule: optax.Schedule) -> optax.Gradi
     """Makes the moments of a named kind, or the whole optimizer of a function."""
     if not isinstance(config.kind, str):
         try:
-            made = config.kind(schedule)
+            optimizer = config.kind(schedule)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
-            wrong = 'config.optimizer.kind: the function needs the number schedule(step), which is'
-            raise UserError(f'{wrong} an argument of the step; pass schedule to optax') from error
-        wrong = f'config.optimizer.kind: the function returned {made}; expected an optax optimizer'
-        records.require(isinstance(made, optax.GradientTransformation), wrong)
-        return made
+            raise UserError(
+                'config.optimizer.kind: the function needs the number schedule(step), which is '
+                'an argument of the step; pass schedule to optax'
+            ) from error
+        records.require(
+            isinstance(optimizer, optax.GradientTransformation),
+            f'config.optimizer.kind: the function returned {optimizer}; '
+            'expected an optax optimizer',
+        )
+        return optimizer
     fields = {name: getattr(config, name) for name in OPTIONS[config.kind]}
     options = OPTIONS[config.kind] | {k: value for k, value in fields.items() if value is not None}
     match config.kind:
         case 'adamw' | 'lamb' | 'muon':
-            b1, b2, epsilon = options['b1'], options['b2'], options['epsilon']
-            adam = optax.scale_by_adam(b1, b2, epsilon, mu_dtype=config.moment_dtype)
+            adam = optax.scale_by_adam(
+                options['b1'], options['b2'], options['epsilon'], mu_dtype=config.moment_dtype
+            )
             if config.kind != 'muon':
                 return adam
             orthogonal = muon.scale_by_muon(options['momentum'], config.moment_dtype)
@@ -236,8 +260,10 @@ def count_moments(config: OptimizerConfig, params: Params) -> int:
     """
     core = _make_core(config, lambda step: jnp.zeros(()))
     state = jax.eval_shape(core.init, params)
-    counts = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in (state, params)]
-    return counts[0] // counts[1] + (find_schedule_free(state) is not None)
+    values_in_state = sum(leaf.size for leaf in jax.tree.leaves(state))
+    values_in_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    moments = values_in_state // values_in_params
+    return moments if find_schedule_free(state) is None else moments + 1
 
 
 def _adafactor(b1: Scalar, b2: Scalar, moment_dtype: str) -> optax.GradientTransformation:
@@ -250,7 +276,9 @@ def _adafactor(b1: Scalar, b2: Scalar, moment_dtype: str) -> optax.GradientTrans
         rms = optax.scale_by_factored_rms(min_dim_size_to_factor=min_size, decay_rate_fn=decay)
 
         def selects(name: str, leaf: Any) -> bool:  # ignores the axis of stacked blocks
-            return (leaf.ndim - is_stacked(name) < 2) == vectors
+            num_axes = leaf.ndim - 1 if is_stacked(name) else leaf.ndim
+            is_vector = num_axes < 2
+            return is_vector == vectors
 
         return optax.masked(rms, functools.partial(tree_names.map_named, selects))
 
@@ -265,9 +293,12 @@ def _scale_by_trust_ratio() -> optax.GradientTransformation:
     """Makes LAMB's factor |parameter| / |update|, one for each block of a stacked parameter."""
 
     def scale(name: str, update: Any, param: Any) -> Any:
-        axes = tuple(range(int(is_stacked(name)), param.ndim))
-        length, step = (jnp.sqrt(jnp.sum(x**2, axes, keepdims=True)) for x in (param, update))
-        return update * jnp.where((length > 0) & (step > 0), length / step, 1.0)
+        first_axis = 1 if is_stacked(name) else 0
+        axes = tuple(range(first_axis, param.ndim))
+        param_norm = jnp.sqrt(jnp.sum(param**2, axes, keepdims=True))
+        update_norm = jnp.sqrt(jnp.sum(update**2, axes, keepdims=True))
+        has_ratio = (param_norm > 0) & (update_norm > 0)
+        return update * jnp.where(has_ratio, param_norm / update_norm, 1.0)
 
     return optax.stateless(functools.partial(tree_names.map_named, scale))
 
@@ -294,15 +325,26 @@ def check_optimizer(optimizer: Any, groups: ParamGroups, params: Params, *, with
     try:
         jax.eval_shape(optimizer.update, params, opt_state, params)
     except TypeError as error:
-        wrong = f'config.optimizer.kind: the update of the optimizer fails ({error})'
-        raise UserError(f'{wrong}; use one with update(gradient, state, params)') from error
-    if (state := find_schedule_free(opt_state)) is None:
+        raise UserError(
+            f'config.optimizer.kind: the update of the optimizer fails ({error}); '
+            'use one with update(gradient, state, params)'
+        ) from error
+    state = find_schedule_free(opt_state)
+    if state is None:
         return
-    is_plain = groups.lr_factors is None
-    is_whole = len(jax.tree.leaves(state.z)) == len(jax.tree.leaves(params))
-    wrong = 'config.optimizer.kind: a schedule-free optimizer treats all parameters equally; '
-    wrong += 'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay'
-    records.require(is_plain and is_whole and not with_ema, wrong)
-    first = jax.jit(lambda: find_schedule_free(optimizer.init(optax.tree.zeros_like(params))).b1)
-    wrong = 'config.optimizer.kind: a schedule-free optimizer with b1=0 has no average; use b1 > 0'
-    records.require(float(first()) > 0, wrong)
+    has_equal_rates = groups.lr_factors is None
+    trains_all = len(jax.tree.leaves(state.z)) == len(jax.tree.leaves(params))
+    records.require(
+        has_equal_rates and trains_all and not with_ema,
+        'config.optimizer.kind: a schedule-free optimizer treats all parameters equally; '
+        'leave out ema_decay, frozen, trained_blocks, lr_multipliers and layer_decay',
+    )
+
+    @jax.jit
+    def initial_b1() -> Any:
+        return find_schedule_free(optimizer.init(optax.tree.zeros_like(params))).b1
+
+    records.require(
+        float(initial_b1()) > 0,
+        'config.optimizer.kind: a schedule-free optimizer with b1=0 has no average; use b1 > 0',
+    )

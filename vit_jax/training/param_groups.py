@@ -48,8 +48,10 @@ class ParamGroupsConfig(records.Record):
         for pattern in self.decay_pattern, *self.frozen, *multiplied:
             records.require_pattern(pattern)
         for pattern, factor in self.lr_multipliers:
-            wrong = f'factor {factor} of {pattern!r}; expected a number, at least 0'
-            records.require(0 <= factor < float('inf'), f'lr_multipliers: {wrong}')
+            records.require(
+                0 <= factor < float('inf'),
+                f'lr_multipliers: factor {factor} of {pattern!r}; expected a number, at least 0',
+            )
 
 
 class ParamGroups(NamedTuple):
@@ -91,37 +93,75 @@ def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
         report.append(f'{what}: {_describe_match(params, mask)}')
         return _multiply(factors, jax.tree.map(lambda m: np.float32(factor if m else 1), mask))
 
-    if (decay := config.layer_decay) is not None:
+    if config.layer_decay is not None:
+        decay = config.layer_decay
         layers, head = _layer_indices(params, 'layer_decay')
         slower = jax.tree.map(lambda layer: np.float32(decay) ** (head - layer), layers)
         factors = _multiply(factors, slower)
         report.append(f'learning rate x {decay:g} for each layer below the head')
     for pattern, factor in config.lr_multipliers:
         factors = multiply_matched(pattern, factor, f'learning rate x {factor:g}')
-    if (blocks := config.trained_blocks) is not None:
-        factors = _multiply(factors, _trainable_factors(params, blocks))
-        last = 'the last block' if blocks == 1 else f'the last {blocks} blocks'
-        what = f'the head, the final norm and {last}' if blocks else 'the head'
+    if config.trained_blocks is not None:
+        factors = _multiply(factors, _trainable_factors(params, config.trained_blocks))
         counts = jax.tree.map(lambda leaf, f: leaf.size * float(np.mean(f != 0)), params, factors)
-        report.append(f'trained: {what}, {round(sum(jax.tree.leaves(counts))):,} parameters')
+        num_params = round(sum(jax.tree.leaves(counts)))
+        report.append(
+            f'trained: {_describe_trained(config.trained_blocks)}, {num_params:,} parameters'
+        )
     for pattern in config.frozen:
         factors = multiply_matched(pattern, 0.0, 'frozen')
-    parts = [('', 'weight_decay', '.*')]
-    if config.head_weight_decay is not None:
-        body = ' of the body', 'weight_decay', f'(?!{_HEAD}).*'
-        parts = [body, (' of the head', 'head_weight_decay', _HEAD)]
-    decayed_by = {}
-    for part, name, where in parts:
-        if amount := getattr(config, name):
-            decayed = tree_names.match_mask(params, config.decay_pattern)
-            mask = jax.tree.map(operator.and_, decayed, tree_names.match_mask(params, where))
-            wrong = f'decay_pattern={config.decay_pattern!r}: matches no parameter{part}'
-            records.require(any(jax.tree.leaves(mask)), f'config.optimizer.{wrong}')
-            decayed_by[name] = mask
-            report.append(f'weight decay {amount:g}{part}: {_describe_match(params, mask)}')
+    decayed: dict[str, Any] = {}
+    for rule in _decay_rules(config):
+        if not rule.amount:
+            continue
+        matches_pattern = tree_names.match_mask(params, config.decay_pattern)
+        is_in_part = tree_names.match_mask(params, rule.pattern)
+        mask = jax.tree.map(operator.and_, matches_pattern, is_in_part)
+        records.require(
+            any(jax.tree.leaves(mask)),
+            f'config.optimizer.decay_pattern={config.decay_pattern!r}: '
+            f'matches no parameter{rule.label}',
+        )
+        decayed[rule.field] = mask
+        report.append(f'weight decay {rule.amount:g}{rule.label}: {_describe_match(params, mask)}')
     trained = jax.tree.map(lambda factor: factor != 0, factors)
-    is_plain = all(np.all(factor == 1) for factor in jax.tree.leaves(factors))
-    return ParamGroups(decayed_by, trained, None if is_plain else factors, report)
+    has_equal_rates = all(np.all(factor == 1) for factor in jax.tree.leaves(factors))
+    return ParamGroups(
+        decayed=decayed,
+        trained=trained,
+        lr_factors=None if has_equal_rates else factors,
+        report=report,
+    )
+
+
+class _DecayRule(NamedTuple):
+    """Weight decay of one part of the model."""
+
+    field: str  # of the configuration
+    amount: float
+    pattern: str  # of the names of the part's parameters
+    label: str = ''  # of the part, in messages
+
+
+def _decay_rules(config: ParamGroupsConfig) -> list[_DecayRule]:
+    """Returns the weight decay of the whole model, or of its body and its head."""
+    if config.head_weight_decay is None:
+        return [_DecayRule('weight_decay', config.weight_decay, pattern='.*')]
+    return [
+        _DecayRule(
+            'weight_decay', config.weight_decay, pattern=f'(?!{_HEAD}).*', label=' of the body'
+        ),
+        _DecayRule(
+            'head_weight_decay', config.head_weight_decay, pattern=_HEAD, label=' of the head'
+        ),
+    ]
+
+
+def _describe_trained(blocks: int) -> str:
+    if blocks == 0:
+        return 'the head'
+    last_blocks = 'the last block' if blocks == 1 else f'the last {blocks} blocks'
+    return f'the head, the final norm and {last_blocks}'
 
 
 def _trainable_factors(params: Any, count: int) -> Any:
@@ -162,6 +202,7 @@ def _describe_match(params: Any, mask: Any) -> str:
     """Describes matched parameters: the number of arrays and of parameters, and their names."""
     chosen = tree_names.named_leaves(mask)
     leaves = {name: leaf for name, leaf in tree_names.named_leaves(params).items() if chosen[name]}
-    size, names = sum(leaf.size for leaf in leaves.values()), [*leaves]
+    num_params = sum(leaf.size for leaf in leaves.values())
+    names = [*leaves]
     shown = ', '.join(names if len(names) <= 2 else [names[0], '...'])
-    return f'{len(leaves)} of {len(chosen)} arrays, {size:,} parameters: {shown}'
+    return f'{len(leaves)} of {len(chosen)} arrays, {num_params:,} parameters: {shown}'

@@ -59,16 +59,21 @@ def make_radius(
     Raises:
       UserError: If `rho_min` has no effect, because the learning rate does not decrease.
     """
-    final, low = schedule(total_steps), config.rho if config.rho_min is None else config.rho_min
-    wrong = f'config.optimizer.sharpness.rho_min={low}: the learning rate must end below its peak'
-    records.require(low == config.rho or final < peak, f'{wrong}; leave rho_min out')
+    final_rate = schedule(total_steps)
+    rho_min = config.rho if config.rho_min is None else config.rho_min
+    is_constant = rho_min == config.rho
+    records.require(
+        is_constant or final_rate < peak,
+        f'config.optimizer.sharpness.rho_min={rho_min}: the learning rate must end below its '
+        'peak; leave rho_min out',
+    )
 
     def radius(step: Any) -> Any:
-        if low == config.rho:
-            return np.full(np.shape(step), low)
+        if is_constant:
+            return np.full(np.shape(step), rho_min)
         # During the warmup, the rate may be lower than the final one.
-        fraction = (schedule(step) - final) / (peak - final)
-        return np.maximum(0.0, low + (config.rho - low) * fraction)
+        fraction = (schedule(step) - final_rate) / (peak - final_rate)
+        return np.maximum(0.0, rho_min + (config.rho - rho_min) * fraction)
 
     return radius
 

@@ -39,9 +39,10 @@ class TrainState(NamedTuple):
         It has `ema_params` if `with_ema` is True or the optimizer is schedule-free.
         """
         opt_state = optimizer.init(params)
-        average = (
-            jax.tree.map(jnp.copy, params) if with_ema else schedule_free_average(opt_state, params)
-        )
+        if with_ema:
+            average = jax.tree.map(jnp.copy, params)
+        else:
+            average = schedule_free_average(opt_state, params)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, average)
 
     @property
@@ -177,7 +178,8 @@ def make_update(
         total, (sums, examples, _) = gradients(state.params, batch, key_for(seed, DROP, state.step))
         count = jnp.maximum(1, examples)
         gradient = jax.tree.map(lambda g: g / count, total)
-        loss, gradient_norm = sums['loss'] / count, optax.tree.norm(gradient)
+        loss = sums['loss'] / count
+        gradient_norm = optax.tree.norm(gradient)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         average = schedule_free_average(opt_state, params)

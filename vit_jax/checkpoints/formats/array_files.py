@@ -82,8 +82,10 @@ class JsonObject(dict[str, Any]):
         """Raises UserError unless every key in `values` has its value, is null or is absent."""
         for name, only in values.items():
             value = only if self.get(name) is None else self[name]
-            wrong = f'{self.where}.{name}={value!r} is not supported; expected {only!r}'
-            require(value == only, wrong)
+            require(
+                value == only,
+                f'{self.where}.{name}={value!r} is not supported; expected {only!r}',
+            )
 
     def record(self, cls: type[R], *, ignored: str, defaults: Mapping[str, Any] = {}) -> R:
         """Parses the object as a record.
@@ -99,9 +101,11 @@ class JsonObject(dict[str, Any]):
         """
         stated = {name: value for name, value in self.items() if value is not None}
         for name in sorted({*stated} - {*records.field_types(cls)}):
-            wrong = f'{self.where}.{name}={stated[name]!r:.80} is not supported'
-            is_ignored = re.fullmatch(ignored, name) is not None
-            require(is_ignored, f'{wrong}; remove the key if it does not change the model')
+            require(
+                re.fullmatch(ignored, name) is not None,
+                f'{self.where}.{name}={stated[name]!r:.80} is not supported; '
+                'remove the key if it does not change the model',
+            )
         values = {**defaults, **stated}
         fields = {name: values[name] for name in records.field_types(cls) if name in values}
         return records.from_dict(cls, fields, where=self.where)
@@ -148,8 +152,10 @@ def read_array_file(path: pathlib.Path) -> FileContents:
             return FileContents({n: _lazy(n, *array) for n, array in open_npz(path).items()})
         if start[8:9] == b'{':
             size = int.from_bytes(start[:8], 'little')
-            text = f'a header of {size:,} bytes; expected at most {Limit.HEADER_BYTES:,}'
-            require(size <= Limit.HEADER_BYTES, text)
+            require(
+                size <= Limit.HEADER_BYTES,
+                f'a header of {size:,} bytes; expected at most {Limit.HEADER_BYTES:,}',
+            )
             return _safetensors(path)
         if start[:1] == b'\x80':  # a pickle, the file format of PyTorch before 1.6
             return FileContents(_torch(path))
@@ -192,13 +198,17 @@ def write_safetensors(
     ordered = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     end = 0
     for name in ordered:
-        array, start = arrays[name], end
+        array = arrays[name]
+        start = end
         end += array.nbytes
-        place = {'shape': [*array.shape], 'data_offsets': [start, end]}
-        header[name] = {'dtype': types[array.dtype.name], **place}
-    text = json.dumps(header, separators=(',', ':')).encode()
-    text += b' ' * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, 'little') + text)
+        header[name] = {
+            'dtype': types[array.dtype.name],
+            'shape': [*array.shape],
+            'data_offsets': [start, end],
+        }
+    header_bytes = json.dumps(header, separators=(',', ':')).encode()
+    header_bytes += b' ' * (-len(header_bytes) % 8)
+    file.write(len(header_bytes).to_bytes(8, 'little') + header_bytes)
     for name in ordered:
         file.write(np.ascontiguousarray(arrays[name]).tobytes())
     file.flush()
@@ -230,25 +240,29 @@ def _safetensors(path: pathlib.Path) -> FileContents:
     file = safe_open(str(path), framework='numpy')
     arrays = {}
     for name in file.keys():
-        part = file.get_slice(name)
-        dtype = np.dtype(_TYPES.get(part.get_dtype(), 'void'))
+        stored = file.get_slice(name)
+        dtype = np.dtype(_TYPES.get(stored.get_dtype(), 'void'))
         read = functools.partial(file.get_tensor, name)
-        arrays[name] = _lazy(name, tuple(part.get_shape()), dtype, read)
+        arrays[name] = _lazy(name, tuple(stored.get_shape()), dtype, read)
     return FileContents(arrays, file.metadata() or {})
 
 
 def _torch(path: pathlib.Path) -> dict[str, LazyArray]:
-    how = "pip install 'vit_jax[torch]', or save the weights as safetensors"
-    require(importlib.util.find_spec('torch') is not None, f'a PyTorch file needs torch: {how}')
+    require(
+        importlib.util.find_spec('torch') is not None,
+        "a PyTorch file needs torch: pip install 'vit_jax[torch]', "
+        'or save the weights as safetensors',
+    )
     import torch
 
     try:
         loaded = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as error:  # torch raises many types
-        held = re.search(r'GLOBAL ([\w.]+)', str(error))
+        class_in_file = re.search(r'GLOBAL ([\w.]+)', str(error))
+        reason = class_in_file[1] if class_in_file else type(error).__name__
         raise UserError(
-            f'not loaded ({held[1] if held else type(error).__name__}): only tensors are unpickled'
-            f'; {torch_pickles.describe_conversion(path)}'
+            f'not loaded ({reason}): only tensors are unpickled; '
+            f'{torch_pickles.describe_conversion(path)}'
         ) from error
     arrays = {}
     for name, tensor in _flatten(loaded, torch.Tensor):
@@ -263,8 +277,8 @@ def _flatten(value: Any, leaf: type, *keys: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, leaf):
         yield '.'.join(keys), value
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _flatten(part, leaf, *keys, str(key))
+        for key, nested in value.items():
+            yield from _flatten(nested, leaf, *keys, str(key))
 
 
 def _lazy(

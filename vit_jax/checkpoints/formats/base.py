@@ -21,7 +21,8 @@ class Layout(Record):
     prefix: str = ''  # of every name
     dtype: str = 'float32'  # of the arrays in the file
     class_row: bool = True  # the position embeddings have a row for the class token
-    zeros: tuple[str, ...] = ()  # arrays that the file leaves out as zero; {layer0}: in every block
+    # Names of arrays that are all zero and not stored; {layer0}: in every block.
+    zeros: tuple[str, ...] = ()
 
 
 L = TypeVar('L', bound=Layout)
@@ -57,10 +58,13 @@ class TimmPreprocessing(Record):
 
     def preprocessing(self, mode: str, crop_pct: float = 1.0) -> Preprocessing:
         """Returns the preprocessing; `mode='squash'` ignores the aspect ratio of images."""
-        how: Any = {'resize': f'{self.interpolation}_antialias', 'rounding': 'timm'}
-        crop = CentralCrop(scale=1 / crop_pct, keep_aspect=mode != 'squash', **how)
-        scaling: Any = {n: tuple(255 * v for v in getattr(self, n)) for n in ('mean', 'std')}
-        return Preprocessing(crop=crop, exif_rotation=False, **scaling)
+        resize: Any = f'{self.interpolation}_antialias'
+        crop = CentralCrop(
+            scale=1 / crop_pct, keep_aspect=mode != 'squash', resize=resize, rounding='timm'
+        )
+        mean: Any = tuple(255 * value for value in self.mean)
+        std: Any = tuple(255 * value for value in self.std)
+        return Preprocessing(crop=crop, exif_rotation=False, mean=mean, std=std)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ the place of position embeddings. One name map serves both.
 import dataclasses
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from vit_jax.base import require
 from vit_jax.checkpoints.card import Card, Hints
@@ -28,11 +28,20 @@ _ROOT = 'conv_root/kernel'
 _PATCHES = re.compile(r'(?!.*root_block/)((?:.*/)?)(?:embedding|conv_root)/kernel')
 _GOOGLE = {_POSITIONS[1], _ROOT}  # names that only vision_transformer's files contain
 _UNIT = 'block{stage}/unit{unit}'
-# Attention, second norm and MLP of a block, by `Layout.before_linen`.
-_MODULES = {
-    True: ('MultiHeadDotProductAttention_1', 'LayerNorm_2', 'MlpBlock_3'),
-    False: ('MultiHeadDotProductAttention_0', 'LayerNorm_1', 'MlpBlock_0'),
-}
+
+
+class _Modules(NamedTuple):
+    """Names of the modules in a block."""
+
+    attention: str
+    norm2: str
+    mlp: str
+
+
+_LINEN = _Modules(attention='MultiHeadDotProductAttention_0', norm2='LayerNorm_1', mlp='MlpBlock_0')
+_BEFORE_LINEN = _Modules(
+    attention='MultiHeadDotProductAttention_1', norm2='LayerNorm_2', mlp='MlpBlock_3'
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +53,11 @@ class Layout(base.Layout):
     positions: str = _POSITIONS[1]  # name of the position embeddings
     group_norm_4d: bool = True  # scale and bias of group norms have shape (1, 1, 1, c)
     map_head: bool = False  # attention pooling is supported
+
+    @property
+    def modules(self) -> _Modules:
+        """The names of the modules in a block."""
+        return _BEFORE_LINEN if self.before_linen else _LINEN
 
 
 GOOGLE_LAYOUT = Layout()
@@ -64,8 +78,9 @@ def _block(layout: Layout) -> str:
 
 def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
     block = _block(layout)
-    group = ArrayTransform(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
-    group = group if layout.group_norm_4d else SAME
+    group = SAME
+    if layout.group_norm_4d:
+        group = ArrayTransform(lambda a: a.reshape(-1), lambda a: a.reshape(1, 1, 1, -1))
     has_token = isinstance(config, ViTConfig) and config.pool == 'cls'
     positions = name_map.NO_CLASS_ROW if has_token and not layout.class_row else SAME
     rules = [
@@ -73,26 +88,26 @@ def _rules(config: ModelConfig, layout: Layout) -> list[NameRule]:
         NameRule('cls', ('cls',)),
         NameRule(layout.positions, ('pos_embedding',), positions),
         *flax_module(f'{block}/LayerNorm_0', 'encoder/block/norm1'),
-        *flax_module(f'{block}/{_MODULES[layout.before_linen][1]}', 'encoder/block/norm2'),
+        *flax_module(f'{block}/{layout.modules.norm2}', 'encoder/block/norm2'),
         *flax_module('Transformer/encoder_norm', 'encoder/norm'),
         *flax_module('pre_logits', 'pre_logits'),
         *flax_module('head', 'head'),
         *flax_module('conv_root', 'backbone/conv_root'),
         *flax_module('gn_root', 'backbone/norm_root', group),
     ]
-    blocks = [(block, 'encoder/block', layout.before_linen)]
+    blocks = [(block, 'encoder/block', layout.modules)]
     if layout.map_head:
-        blocks.append(('MAPHead_0', 'pool', False))
+        blocks.append(('MAPHead_0', 'pool', _LINEN))
         rules.append(NameRule('MAPHead_0/probe', ('pool/probe',)))
         rules += flax_module('MAPHead_0/LayerNorm_0', 'pool/norm')
-    for theirs, ours, before_linen in blocks:
-        attention, _, mlp = _MODULES[before_linen]
+    for theirs, ours, modules in blocks:
         for name in ('query', 'key', 'value', 'out'):
-            rules += flax_module(f'{theirs}/{attention}/{name}', f'{ours}/attention/{name}')
-        for number in (0, 1):
-            rules += flax_module(f'{theirs}/{mlp}/Dense_{number}', f'{ours}/mlp/dense{number + 1}')
+            rules += flax_module(f'{theirs}/{modules.attention}/{name}', f'{ours}/attention/{name}')
+        rules += flax_module(f'{theirs}/{modules.mlp}/Dense_0', f'{ours}/mlp/dense1')
+        rules += flax_module(f'{theirs}/{modules.mlp}/Dense_1', f'{ours}/mlp/dense2')
     for stage, unit in name_map.units(config):
-        theirs, ours = _UNIT.format(stage=stage, unit=unit), f'backbone/stage{stage}/unit{unit}'
+        theirs = _UNIT.format(stage=stage, unit=unit)
+        ours = f'backbone/stage{stage}/unit{unit}'
         for index in ('1', '2', '3', '_proj'):
             rules += flax_module(f'{theirs}/conv{index}', f'{ours}/conv{index}')
             rules += flax_module(f'{theirs}/gn{index}', f'{ours}/norm{index}', group)
@@ -107,13 +122,20 @@ def as_published(card: Card) -> Card:
 
 
 def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
-    read: dict[str, Any] = {'gelu': HINTS.gelu, 'layer_norm_epsilon': HINTS.layer_norm_epsilon}
+    """Returns the hints that a reader needs, because the file has only arrays."""
+    assumed: dict[str, Any]
     if isinstance(config, ResNetConfig):
-        read = {'image_size': (224, 224)}
-    elif config.grid[0] != config.grid[1] or config.positions == 'sincos2d':
-        read['grid'] = None
-    lost = [f'{n}={getattr(config, n)!r}' for n, v in read.items() if getattr(config, n) != v]
-    return [f'npz files store no settings; load this file with {", ".join(lost)}'] if lost else []
+        assumed = {'image_size': (224, 224)}
+    else:
+        assumed = {'gelu': HINTS.gelu, 'layer_norm_epsilon': HINTS.layer_norm_epsilon}
+        is_square = config.grid[0] == config.grid[1]
+        if not is_square or config.positions == 'sincos2d':
+            assumed['grid'] = None
+    hints = []
+    for name, value in assumed.items():
+        if getattr(config, name) != value:
+            hints.append(f'{name}={getattr(config, name)!r}')
+    return [f'npz files store no settings; load this file with {", ".join(hints)}'] if hints else []
 
 
 def _parse(usual: Layout, contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
@@ -154,8 +176,8 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
     # Only big_vision has models without a position table.
     has_table = table is not None or not layout.before_linen
     require(has_table, f'the array {_POSITIONS[1]} is missing')
-    query = f'{_block(layout)}/{_MODULES[layout.before_linen][0]}/query/bias'
-    heads = inference.shape_of(arrays, query.replace('{layer0}', '0'), 2 + layout.stacked)[-2]
+    query = f'{_block(layout)}/{layout.modules.attention}/query/bias'.replace('{layer0}', '0')
+    *_, num_heads, _ = inference.shape_of(arrays, query, 3 if layout.stacked else 2)
     config, num_rows = inference.infer_config(
         arrays,
         _rules(ViTConfig(), layout),
@@ -164,7 +186,7 @@ def _parse_vit(usual: Layout, arrays: inference.Arrays, hints: Hints) -> tuple[V
         rows=(0,) if pool != 'cls' or table == _POSITIONS[0] else (1, 0),
         root=_ROOT,
         unit=_UNIT,
-        num_heads=heads,
+        num_heads=num_heads,
         pool=pool,
         positions='learned' if table else 'sincos2d',
     )

@@ -203,7 +203,8 @@ class Layout(base.Layout):
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
-    family, prefix = _FAMILIES[layout.family], layout.prefix
+    family = _FAMILIES[layout.family]
+    prefix = layout.prefix
     names = _NAMES | family.names
     joined = (f'pool/attention/{name}' for name in _QKV)
     rules = module(f'{prefix}head.attention.in_proj', *joined, separator='_')
@@ -226,14 +227,17 @@ def _names_in_file(config: ViTConfig, layout: Layout) -> dict[str, str]:
 
 
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
-    stated, arrays = contents.description('config.json'), contents.arrays
+    stated = contents.description('config.json')
+    arrays = contents.arrays
     prefix = next(match[1] for name in arrays if (match := _PATCHES.fullmatch(name)))
     described = stated or _infer_description(arrays, hints, prefix)
     model_type = str(described.get('model_type'))
     family = _TOWERS.get(model_type, model_type)
-    types = ', '.join([*_FAMILIES, *_TOWERS])
-    wrong = f'config.json: model_type={model_type!r} is not supported; expected one of {types}'
-    require(family in _FAMILIES, wrong)
+    require(
+        family in _FAMILIES,
+        f'config.json: model_type={model_type!r} is not supported; '
+        f'expected one of {", ".join([*_FAMILIES, *_TOWERS])}',
+    )
     is_bare = prefix != '' and any(name.startswith('encoder.layer.') for name in arrays)
     layout = Layout(prefix=prefix, family=family, bare_blocks=is_bare)
     tower = described.part('vision_config_dict') or described.part('vision_config')
@@ -241,21 +245,28 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     values.expect(_ONLY)
     values.part('rope_parameters').expect({'rope_theta': 100.0, 'rope_type': 'default'})
     fields = values.record(Config, ignored=_NO_EFFECT, defaults=_FAMILIES[family].defaults)
-    wrong = f'config.json.hidden_act={fields.hidden_act!r}; expected one of {", ".join(_GELUS)}'
-    require(fields.hidden_act in _GELUS, wrong)
+    require(
+        fields.hidden_act in _GELUS,
+        f'config.json.hidden_act={fields.hidden_act!r}; expected one of {", ".join(_GELUS)}',
+    )
     values.expect({'use_gated_mlp': _GELUS[fields.hidden_act] is None})  # of DINOv3
     config = _build_config(fields, layout, arrays, hints)
     names = _names_in_file(config, layout)
     has_bias = {key: fields.qkv_bias and getattr(fields, key) for key in _BIASES}
     zeros = [names[bias] for key, bias in _BIASES.items() if not has_bias[key]]
-    zeros += [names['head/bias']] if family == 'clip_vision_model' else []
+    if family == 'clip_vision_model':
+        zeros.append(names['head/bias'])
     processor = contents.description('processor_config.json').part('image_processor')
     # transformers also prefers processor_config.json.
     processor = processor or contents.description('preprocessor_config.json')
     preprocessing, size = huggingface_processor.parse(processor, family)
-    remarks = [] if stated else [f'no config.json: assuming the activation and epsilon of {family}']
-    preparation = f'images are preprocessed as is usual for {family}'
-    remarks += [] if processor else [f'no preprocessor_config.json: {preparation}']
+    remarks = []
+    if not stated:
+        remarks.append(f'no config.json: assuming the activation and epsilon of {family}')
+    if not processor:
+        remarks.append(
+            f'no preprocessor_config.json: images are preprocessed as is usual for {family}'
+        )
     projects = family == 'clip_vision_model' and config.num_classes is not None
     return ParsedCheckpoint(
         config,
@@ -291,7 +302,8 @@ def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> J
     family = _family_of(lambda ours: _NAMES.get(ours, ours).removeprefix('{block}') in joined)
     if family == 'clip_vision_model' and hints.gelu is None:
         raise NeedsHint('unknown GELU without config.json; set gelu=quick (OpenAI) or gelu=exact')
-    layout, usual = Layout(prefix=prefix, family=family), Config(**_FAMILIES[family].defaults)
+    layout = Layout(prefix=prefix, family=family)
+    usual = Config(**_FAMILIES[family].defaults)
     defaults = Hints(gelu=_GELUS[usual.hidden_act], layer_norm_epsilon=usual.layer_norm_eps)
     gated: dict[str, Any] = {'gelu': None} if re.search(r'mlp\.(weights_in|gate)', joined) else {}
     config, _ = inference.infer_config(
@@ -311,10 +323,11 @@ def _infer_description(arrays: inference.Arrays, hints: Hints, prefix: str) -> J
 def _build_config(
     fields: Config, layout: Layout, arrays: inference.Arrays, hints: Hints
 ) -> ViTConfig:
-    family, tokens = layout.family, _FAMILIES[layout.family].class_tokens
+    family = layout.family
+    num_tokens = _FAMILIES[family].class_tokens
     heads = (_NAMES | _FAMILIES[family].names)['head'], _NAMES['head/cls']
     head = next((f'{name}.weight' for name in heads if f'{name}.weight' in arrays), None)
-    pool: Pool = 'cls' if tokens else 'gap'
+    pool: Pool = 'cls' if num_tokens else 'gap'
     if f'{layout.prefix}head.probe' in arrays and not head and fields.vision_use_head:
         pool = 'map'
     elif head and family.startswith('dinov2'):
@@ -329,7 +342,7 @@ def _build_config(
     return ViTConfig(
         **values,
         num_classes=inference.shape_of(arrays, head, 2)[0] if head else None,
-        class_tokens=2 if (pool, tokens) == ('cls', 2) else None,
+        class_tokens=2 if pool == 'cls' and num_tokens == 2 else None,
         positions='rope' if family == 'dinov3_vit' else 'learned',
         position_resize='bicubic_antialias' if family == 'dinov2_with_registers' else 'bicubic',
         pre_norm=family == 'clip_vision_model',
@@ -343,17 +356,23 @@ def _build_config(
 
 def _class_names(described: JsonObject, count: int | None) -> tuple[str, ...]:
     """Returns the names in `id2label`, unless they are the placeholders LABEL_0, LABEL_1, ..."""
-    labels = described.part('id2label') if count else {}
-    keys = [*map(str, range(count or 0))] if labels else []
-    for key in sorted({*labels} ^ {*keys})[:1]:
+    if not count:
+        return ()
+    labels = described.part('id2label')
+    if not labels:
+        return ()
+    keys = [str(index) for index in range(count)]
+    differing_keys = sorted({*labels} ^ {*keys})
+    if differing_keys:
+        key = differing_keys[0]
         state = 'unexpected' if key in labels else 'missing'
-        last = len(keys) - 1
-        raise UserError(f"id2label: {state} key {key!r}; the keys must be '0' to '{last}'")
+        raise UserError(f"id2label: {state} key {key!r}; the keys must be '0' to '{keys[-1]}'")
     for key, name in labels.items():
         is_name = isinstance(name, str | int) and not isinstance(name, bool)
         require(is_name, f'id2label: got {name!r} for {key!r}; expected the name of a class')
     names = tuple(str(labels[key]) for key in keys)
-    return () if names == tuple(f'LABEL_{i}' for i in range(count or 0)) else names
+    placeholders = tuple(f'LABEL_{key}' for key in keys)
+    return () if names == placeholders else names
 
 
 def _usual_layout(config: ViTConfig) -> Layout:
@@ -368,22 +387,28 @@ def _usual_layout(config: ViTConfig) -> Layout:
 
 def _descriptions(config: ViTConfig, card: Card, layout: Layout) -> dict[str, dict[str, Any]]:
     """Returns the JSON files. Raises UserError for a head that transformers does not have."""
-    values, count = _describe(config, layout), config.num_classes
+    description = _describe(config, layout)
+    num_classes = config.num_classes
     has_head = layout.family != 'dinov3_vit' and config.representation_size is None
-    wrong = 'the huggingface format has no head for dinov3_vit or with representation_size'
-    require(has_head or count is None, f'{wrong}; use num_classes=None or --drop_head')
-    if count is not None and not card.is_projection:
-        labels = card.class_names or [f'LABEL_{i}' for i in range(count)]
-        values['id2label'] = {str(i): name for i, name in enumerate(labels)}
-        values['label2id'] = {name: i for i, name in enumerate(labels)}
-        values['problem_type'] = next((n for n, loss in _LOSSES.items() if loss == card.loss), None)
+    require(
+        has_head or num_classes is None,
+        'the huggingface format has no head for dinov3_vit or with representation_size; '
+        'use num_classes=None or --drop_head',
+    )
+    if num_classes is not None and not card.is_projection:
+        labels = card.class_names or [f'LABEL_{i}' for i in range(num_classes)]
+        problem_types = {loss: name for name, loss in _LOSSES.items()}
+        description['id2label'] = {str(i): name for i, name in enumerate(labels)}
+        description['label2id'] = {name: i for i, name in enumerate(labels)}
+        description['problem_type'] = problem_types.get(card.loss or '')
     processor = huggingface_processor.describe(config, card.preprocessing)
-    return {'config.json': values, 'preprocessor_config.json': processor}
+    return {'config.json': description, 'preprocessor_config.json': processor}
 
 
 def _describe(config: ViTConfig, layout: Layout) -> dict[str, Any]:
     """Returns the keys of config.json except the classes; model types ignore unknown keys."""
-    gated, names = config.gelu is None, _names_in_file(config, layout)
+    is_gated = config.gelu is None
+    names = _names_in_file(config, layout)
     values = {key: getattr(config, ours) for key, ours in _FIELDS.items()}
     for key in 'image_size', 'patch_size':
         height, width = values[key]
@@ -395,10 +420,10 @@ def _describe(config: ViTConfig, layout: Layout) -> dict[str, Any]:
         'layer_norm_eps': config.layer_norm_epsilon,
         'hidden_act': {gelu: name for name, gelu in _GELUS.items()}[config.gelu],
         # Only DINOv2 has the next three keys.
-        'mlp_ratio': round(config.mlp_dim * (1.5 if gated else 1) / config.width),
-        'use_swiglu_ffn': gated,
+        'mlp_ratio': round(config.mlp_dim * (1.5 if is_gated else 1) / config.width),
+        'use_swiglu_ffn': is_gated,
         'use_mask_token': False,
-        'use_gated_mlp': gated,  # only DINOv3
+        'use_gated_mlp': is_gated,  # only DINOv3
         **has_bias,  # only DINOv3
         'qkv_bias': any(has_bias.values()),
         'pooler_output_size': config.representation_size or config.width,

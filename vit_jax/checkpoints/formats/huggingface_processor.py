@@ -2,9 +2,9 @@
 
 import dataclasses
 import re
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from vit_jax.base import Record, UserError, require
+from vit_jax.base import Record, UserError
 from vit_jax.base.files import Limit
 from vit_jax.checkpoints.formats.array_files import JsonObject
 from vit_jax.checkpoints.formats.base import CLIP, HALF, IMAGENET, Scaling, check_scaling
@@ -68,56 +68,79 @@ def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, 
     usual = next((kind for kind in _DEFAULTS if start.startswith(kind.lower())), 'ViT')
     name = declared.get('image_processor_type') or declared.get('feature_extractor_type') or usual
     kind = re.sub('(ImageProcessor(Fast|Pil)?|FeatureExtractor)$', '', str(name))
-    known = ', '.join(f'{each}ImageProcessor' for each in _DEFAULTS)
-    wrong = f'{declared.where}: {name} is not supported; expected one of {known}'
-    require(kind in _DEFAULTS, wrong)
+    if kind not in _DEFAULTS:
+        known = ', '.join(f'{each}ImageProcessor' for each in _DEFAULTS)
+        raise UserError(f'{declared.where}: {name} is not supported; expected one of {known}')
     declared.expect({'do_resize': True, 'do_pad': False})
     processor = declared.record(_Processor, ignored=_NO_EFFECT, defaults=_DEFAULTS[kind])
     crop, size = _crop(processor, declared.where)
     factor = processor.rescale_factor if processor.do_rescale else 1.0
     mean = processor.image_mean if processor.do_normalize else (0.0, 0.0, 0.0)
     std = processor.image_std if processor.do_normalize else (1.0, 1.0, 1.0)
-    scaling: Any = {'mean': tuple(v / factor for v in mean), 'std': tuple(v / factor for v in std)}
-    return Preprocessing(crop=crop, exif_rotation=False, **scaling), size
+    scaled_mean: Any = tuple(value / factor for value in mean)
+    scaled_std: Any = tuple(value / factor for value in std)
+    preprocessing = Preprocessing(crop=crop, exif_rotation=False, mean=scaled_mean, std=scaled_std)
+    return preprocessing, size
 
 
 def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
     """Returns the crop, and the size (height, width) of its result."""
-    wrong = f'{where}: size={processor.size}, crop_size={processor.crop_size} is not supported'
+
+    def unsupported(expected: str) -> UserError:
+        sizes = f'size={processor.size}, crop_size={processor.crop_size}'
+        return UserError(f'{where}: {sizes} is not supported; expected {expected}')
+
+    resized = _target_size(processor.size, is_square=processor.default_to_square)
+    if resized is None:
+        raise unsupported('height and width, or shortest_edge')
+    keep_aspect, height, width = resized
+    if not all(1 <= side <= Limit.MODEL_SIDE for side in (height, width)):
+        raise unsupported(f'sides from 1 to {Limit.MODEL_SIDE:,} pixels')
     method = _RESIZE_METHODS[processor.resample]
-    keep_aspect, height, width = _sides(processor.size, processor.default_to_square, wrong)
-    right = f'expected sides from 1 to {Limit.MODEL_SIDE:,} pixels'
-    require(all(1 <= side <= Limit.MODEL_SIDE for side in (height, width)), f'{wrong}; {right}')
     if not processor.do_center_crop:
-        require(not keep_aspect, f'{wrong}; expected height and width')
+        if keep_aspect:
+            raise unsupported('height and width')
         return Resize(resize=method), (height, width)
-    _, *cut = _sides(processor.crop_size, True, wrong)
-    fits = cut[0] <= height and cut[1] <= width
-    fits = fits and (keep_aspect or height * cut[1] == width * cut[0])
-    require(fits, f'{wrong}; expected a crop within the size, with the same aspect ratio')
-    scale = min(height, width) / min(cut)
-    crop = CentralCrop(scale=scale, keep_aspect=keep_aspect, resize=method, rounding='transformers')
-    return crop, (cut[0], cut[1])
+    cropped = _target_size(processor.crop_size, is_square=True)
+    if cropped is None:
+        raise unsupported('height and width, or shortest_edge')
+    is_within = cropped.height <= height and cropped.width <= width
+    has_same_aspect = keep_aspect or height * cropped.width == width * cropped.height
+    if not is_within or not has_same_aspect:
+        raise unsupported('a crop within the size, with the same aspect ratio')
+    crop = CentralCrop(
+        scale=min(height, width) / min(cropped.height, cropped.width),
+        keep_aspect=keep_aspect,
+        resize=method,
+        rounding='transformers',
+    )
+    return crop, (cropped.height, cropped.width)
 
 
-def _sides(size: Size, is_square: bool, wrong: str) -> tuple[bool, int, int]:
-    """Returns (keep_aspect, height, width).
+class _TargetSize(NamedTuple):
+    """Size of a resized or cropped image."""
 
-    If keep_aspect is true, height and width are both the target length of the shorter side.
-    """
+    keep_aspect: bool  # if true, height and width are both the target length of the shorter side
+    height: int
+    width: int
+
+
+def _target_size(size: Size, *, is_square: bool) -> _TargetSize | None:
+    """Returns the target size; None if `size` has other keys or another length."""
     match size:
         case int():
-            return not is_square, size, size
+            return _TargetSize(keep_aspect=not is_square, height=size, width=size)
         case {'shortest_edge': edge} if len(size) == 1:
-            return True, edge, edge
+            return _TargetSize(keep_aspect=True, height=edge, width=edge)
         case (height, width) | {'height': height, 'width': width} if len(size) == 2:
-            return False, height, width
-    raise UserError(f'{wrong}; expected height and width, or shortest_edge')
+            return _TargetSize(keep_aspect=False, height=height, width=width)
+    return None
 
 
 def describe(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:
     """Returns the preprocessor_config.json that is closest to a preprocessing."""
-    crop, size = preprocessing.crop, _named(config.image_size)
+    crop = preprocessing.crop
+    size = _named(config.image_size)
     values: dict[str, Any] = {'image_processor_type': 'ViTImageProcessor', 'size': size}
     if isinstance(crop, CentralCrop):
         if crop.keep_aspect and size['height'] != size['width']:  # the shorter side covers both

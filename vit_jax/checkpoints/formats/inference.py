@@ -49,8 +49,10 @@ def shape_of(arrays: Arrays, name: str, *ranks: int) -> tuple[int, ...]:
     """Returns the shape of an array. Raises UserError if it is missing or has another rank."""
     require(name in arrays, f'the array {name} is missing')
     shape = arrays[name].shape
-    wrong = f'{name}: shape {shape}; expected {" or ".join(map(str, ranks))} axes'
-    require(len(shape) in ranks and 0 not in shape, wrong)
+    require(
+        len(shape) in ranks and 0 not in shape,
+        f'{name}: shape {shape}; expected {" or ".join(map(str, ranks))} axes',
+    )
     return shape
 
 
@@ -124,7 +126,7 @@ def infer_config(
     p, q, _, width = kernel_shape(arrays, names['embedding/kernel'], 4)
     backbone = infer_backbone(arrays, root, unit) if root in arrays else None
     stride = backbone.stride if backbone else 1
-    cell = p * stride, q * stride
+    cell = p * stride, q * stride  # pixels per position
     stated = (image_size[0] // cell[0], image_size[1] // cell[1]) if image_size else None
     grid, num_rows = _infer_grid(arrays, table, rows=rows, known=hints.grid or stated)
     inferred: dict[str, Any] = {
@@ -146,13 +148,19 @@ def infer_config(
 def _infer_layers(arrays: Arrays, names: Mapping[str, str]) -> dict[str, Any]:
     """Infers `ViTConfig` fields from arrays; `names` maps parameter names to array names."""
     first = {ours: theirs.replace('{layer0}', '0') for ours, theirs in names.items()}
-    norm, kernel = 'encoder/block/norm1/scale', first['encoder/block/mlp/dense2/kernel']
-    block, is_stacked = names[norm].partition('{layer0}')[0], '{layer0}' not in names[norm]
-    tokens, head = first.get('registers', ''), first['head/kernel']
+    norm = names['encoder/block/norm1/scale']
+    is_stacked = '{layer0}' not in norm
+    if is_stacked:
+        depth = shape_of(arrays, norm, 2)[0]
+    else:
+        depth = count_layers(arrays, norm.partition('{layer0}')[0])
+    mlp_kernel = first['encoder/block/mlp/dense2/kernel']
+    registers = first.get('registers', '')
+    head = first['head/kernel']
     return {
-        'depth': shape_of(arrays, block, 2)[0] if is_stacked else count_layers(arrays, block),
-        'mlp_dim': kernel_shape(arrays, kernel, 2 + is_stacked)[-2],
-        'registers': arrays[tokens].shape[1] if tokens in arrays else 0,
+        'depth': depth,
+        'mlp_dim': kernel_shape(arrays, mlp_kernel, 3 if is_stacked else 2)[-2],
+        'registers': arrays[registers].shape[1] if registers in arrays else 0,
         'pre_norm': first.get('pre_norm/scale') in arrays,
         'layer_scale': 1e-5 if first.get('encoder/block/attention_scale') in arrays else None,
         'num_classes': kernel_shape(arrays, head, 2)[-1] if head in arrays else None,
@@ -181,8 +189,10 @@ def _infer_grid(
     side = math.isqrt(max(0, count - rows[0]))
     grid = known or (side, side)
     num_rows = next((number for number in rows if math.prod(grid) == count - number), None)
-    wrong = f'{table}: {count} positions; expected {math.prod(grid)} for the grid {grid}'
-    require(num_rows is not None or known is None, wrong)
+    require(
+        num_rows is not None or known is None,
+        f'{table}: {count} positions; expected {math.prod(grid)} for the grid {grid}',
+    )
     if num_rows is None:
         raise NeedsHint(f'{count} positions fit several grids; set grid=(ROWS, COLUMNS)')
     return grid, num_rows
@@ -190,8 +200,10 @@ def _infer_grid(
 
 def summarize(config: ModelConfig, parameters: int, is_projection: bool) -> str:
     """Describes a model in one line; `parameters` is their number, `is_projection` as in `Card`."""
-    head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
-    head = f'a projection to {config.num_classes}' if is_projection else head
+    if is_projection:
+        head = f'a projection to {config.num_classes}'
+    else:
+        head = 'no head' if config.num_classes is None else f'{config.num_classes} classes'
     images = f'images {config.image_size[0]}x{config.image_size[1]}'
     ending = f'{head}; {parameters:,} parameters'
     backbone = config.backbone
@@ -205,8 +217,12 @@ def summarize(config: ModelConfig, parameters: int, is_projection: bool) -> str:
         stages = f'stages {backbone.blocks}' if backbone.blocks else 'stem only'
         name = f'hybrid ({stages}), {name} on its feature map'
     images += f': {config.unused_pixels}' if config.unused_pixels else ''
-    usual, values = vars(ViTConfig()), vars(config)
-    options = [f'{field}={values[field]}' for field in _OPTIONS if values[field] != usual[field]]
+    defaults = ViTConfig()
+    options = [
+        f'{field}={getattr(config, field)}'
+        for field in _OPTIONS
+        if getattr(config, field) != getattr(defaults, field)
+    ]
     blocks = f'{config.depth} layers of width {config.width}, {config.num_heads} heads'
     grid = f'grid {config.grid[0]}x{config.grid[1]} ({images})'
     return ', '.join([f'{name}: {blocks}', grid, *options, ending])

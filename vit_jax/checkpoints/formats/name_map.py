@@ -18,8 +18,9 @@ these steps. "Theirs" are the arrays in a file, "ours" are the parameters of the
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from vit_jax.base import UserError, require
@@ -61,6 +62,24 @@ class NameRule(NamedTuple):
         """Whether the file has one array per block, which our parameters stack."""
         return '{layer0}' in self.theirs
 
+    def shape_in_file(self, parameters: Mapping[str, Any]) -> tuple[int, ...]:
+        """Returns the shape of the array in the file, or of each array, one per block.
+
+        Args:
+          parameters: Our parameters by name, which may be abstract.
+        """
+        shapes = []
+        for name in self.ours:
+            shape = parameters[name].shape
+            if self.per_layer:
+                shape = shape[1:]
+            parameter = jax.ShapeDtypeStruct(shape, parameters[name].dtype)
+            shapes.append(jax.eval_shape(self.transform.to_theirs, parameter).shape)
+        if not shapes[0]:  # a scalar, which is not concatenated
+            return ()
+        length = sum(shape[0] for shape in shapes)
+        return (length, *shapes[0][1:])
+
 
 # The names in the file for each rule, one per block; empty if the file leaves out arrays of zeros.
 Resolved = Mapping[NameRule, list[str]]
@@ -87,7 +106,8 @@ def torch_module(
       num_heads: Number of attention heads.
       separator: Characters between the module and `weight` or `bias`.
     """
-    kernel, bias = TRANSPOSED, SAME
+    kernel = TRANSPOSED
+    bias = SAME
     name = ours[0].rpartition('/')[2]
     if name in ('query', 'key', 'value'):  # one matrix for all heads
         kernel = ArrayTransform(
@@ -119,12 +139,13 @@ def torch_backbone(config: ModelConfig, conv: str, norm: str, unit: str) -> list
       unit: Name of unit {unit0} in stage {stage0}.
     """
     rules = torch_module(conv, 'backbone/conv_root') + torch_module(norm, 'backbone/norm_root')
-    parts = {f'{kind}{i}': f'{kind}{i}' for i in (1, 2, 3) for kind in ('conv', 'norm')}
-    parts |= {f'downsample.{kind}': f'{kind}_proj' for kind in ('conv', 'norm')}
+    modules = {f'{kind}{i}': f'{kind}{i}' for i in (1, 2, 3) for kind in ('conv', 'norm')}
+    modules |= {f'downsample.{kind}': f'{kind}_proj' for kind in ('conv', 'norm')}
     for stage, number in units(config):
-        theirs, ours = unit.format(stage0=stage - 1, unit0=number - 1), f'stage{stage}/unit{number}'
-        for part, name in parts.items():
-            rules += torch_module(f'{theirs}.{part}', f'backbone/{ours}/{name}')
+        their_unit = unit.format(stage0=stage - 1, unit0=number - 1)
+        our_unit = f'backbone/stage{stage}/unit{number}'
+        for theirs, ours in modules.items():
+            rules += torch_module(f'{their_unit}.{theirs}', f'{our_unit}/{ours}')
     return rules
 
 
@@ -179,8 +200,12 @@ def check_names(rules: Resolved, stored: Mapping[str, LazyArray], ignored: str |
     extra = sorted(set(stored) - expected)
     skipped = [name for name in extra if ignored and re.fullmatch(ignored, name)]
     unknown = sorted({*extra} - {*skipped})
-    wrong = (sorted(expected - set(stored)), 'missing'), (unknown, 'unknown')
-    problems = [f'{len(n)} arrays are {what}: {", ".join(n[:4])}' for n, what in wrong if n]
+    missing = sorted(expected - set(stored))
+    problems = [
+        f'{len(names)} arrays are {state}: {", ".join(names[:4])}'
+        for state, names in {'missing': missing, 'unknown': unknown}.items()
+        if names
+    ]
     require(not problems, '; '.join(problems))
     return skipped
 

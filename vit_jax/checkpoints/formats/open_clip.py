@@ -6,7 +6,7 @@ the description that `timm_description` returns.
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from vit_jax.base import Record, require
 from vit_jax.checkpoints.card import Card, Hints
@@ -66,22 +66,34 @@ class _Preprocess(base.TimmPreprocessing):
     mode: Literal['RGB'] = 'RGB'
 
 
-def _read(contents: FileContents) -> tuple[_Model, _Vision, _Preprocess]:
+class _Description(NamedTuple):
+    """The parts of open_clip_config.json that concern the image tower."""
+
+    model: _Model
+    vision: _Vision
+    preprocess: _Preprocess
+
+
+def _read_description(contents: FileContents) -> _Description:
     described = contents.description(_FILE)
     described.record(_Model, ignored='(model|preprocess)_cfg')  # rejects other keys
     model = described.part('model_cfg')
     vision = model.part('vision_cfg').record(_Vision, ignored=_NO_EFFECT)
     preprocess = described.part('preprocess_cfg').record(_Preprocess, ignored=_NO_EFFECT)
-    return model.record(_Model, ignored=_NO_EFFECT), vision, preprocess
+    return _Description(
+        model=model.record(_Model, ignored=_NO_EFFECT), vision=vision, preprocess=preprocess
+    )
 
 
 def timm_description(contents: FileContents) -> JsonObject:
     """Returns a config.json of timm for the image tower; empty if it is not a timm model."""
-    _, vision, preprocess = _read(contents)
+    _, vision, preprocess = _read_description(contents)
     if not vision.timm_model_name:
         return JsonObject({}, _FILE)
-    wrong = f'{_FILE}: timm_proj={vision.timm_proj!r} is not supported; expected none'
-    require(vision.timm_proj == 'none', wrong)
+    require(
+        vision.timm_proj == 'none',
+        f'{_FILE}: timm_proj={vision.timm_proj!r} is not supported; expected none',
+    )
     values = {
         'architecture': vision.timm_model_name,
         'global_pool': vision.timm_pool,
@@ -95,7 +107,8 @@ def timm_description(contents: FileContents) -> JsonObject:
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
-    block, ours = f'{_BLOCK}.{{layer0}}', 'encoder/block'
+    block = f'{_BLOCK}.{{layer0}}'
+    ours = 'encoder/block'
     joined = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
     rules = [
         *module('conv1', 'embedding'),
@@ -122,7 +135,8 @@ def _infer(arrays: Arrays, hints: Hints) -> ViTConfig:
     if hints.gelu is None:
         raise NeedsHint(f'unknown GELU without {_FILE}; set gelu=quick (OpenAI) or gelu=exact')
     rules = _rules(ViTConfig(), Layout())
-    return inference.infer_config(arrays, rules, hints, rows=(1,), **_SHARED)[0]
+    config, _ = inference.infer_config(arrays, rules, hints, rows=(1,), **_SHARED)
+    return config
 
 
 def _build_config(arrays: Arrays, model: _Model, vision: _Vision) -> ViTConfig:
@@ -144,13 +158,16 @@ def _build_config(arrays: Arrays, model: _Model, vision: _Vision) -> ViTConfig:
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     prefix = 'visual.' if any(name.startswith('visual.') for name in contents.arrays) else ''
     arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
-    model, vision, preprocess = _read(contents)
+    described = _read_description(contents)
     is_described = bool(contents.description(_FILE))
-    config = _build_config(arrays, model, vision) if is_described else _infer(arrays, hints)
+    if is_described:
+        config = _build_config(arrays, described.model, described.vision)
+    else:
+        config = _infer(arrays, hints)
     return ParsedCheckpoint(
         config,
         Layout(prefix=prefix, zeros=(prefix + _BIAS,)),
-        preprocess.preprocessing(preprocess.resize_mode),
+        described.preprocess.preprocessing(described.preprocess.resize_mode),
         ignored=r'(?!visual\.).*' if prefix else None,  # the text tower
         loss=None if config.num_classes is None else 'contrastive',  # the head is a projection
         remarks=() if is_described else (f'no {_FILE}: images are preprocessed as by OpenAI',),
@@ -159,7 +176,8 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 
 def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any]:
     """Returns the keys of open_clip_config.json that concern the image tower."""
-    how = card.preprocessing
+    preprocessing = card.preprocessing
+    crop = preprocessing.crop
     vision = {
         'image_size': list(config.image_size),
         'layers': config.depth,
@@ -176,10 +194,10 @@ def _description(config: ViTConfig, card: Card, layout: Layout) -> dict[str, Any
             'quick_gelu': config.gelu == 'quick',
         },
         'preprocess_cfg': {
-            'mean': [value / 255 for value in how.mean],
-            'std': [value / 255 for value in how.std],
-            'interpolation': getattr(how.crop, 'resize', 'bilinear').removesuffix('_antialias'),
-            'resize_mode': 'shortest' if getattr(how.crop, 'keep_aspect', False) else 'squash',
+            'mean': [value / 255 for value in preprocessing.mean],
+            'std': [value / 255 for value in preprocessing.std],
+            'interpolation': getattr(crop, 'resize', 'bilinear').removesuffix('_antialias'),
+            'resize_mode': 'shortest' if getattr(crop, 'keep_aspect', False) else 'squash',
         },
     }
 

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 
 from vit_jax.base import Params, UserError, plural, records, require, tree_names, usable
@@ -40,7 +39,8 @@ OWN_PREFIXES = 'visual.', 'visual.trunk.', *sorted(PREFIXES)
 OURS = 'vit_jax'  # a directory written with orbax (checkpoints/store.py)
 NAMES = (*(format.name for format in FORMATS), OURS, stablehlo.NAME)
 # Keys in the metadata of safetensors files that vit_jax writes; the values are JSON.
-CARD, LAYOUT = 'vit_jax.card', 'vit_jax.layout'
+CARD = 'vit_jax.card'
+LAYOUT = 'vit_jax.layout'
 _PART = re.compile(rf'(.+(?:{"|".join(map(re.escape, array_files.ENDINGS))})):(.+)')
 
 
@@ -81,50 +81,56 @@ def open_checkpoint(
     path = remote.redact(path)
     if is_of_paper:  # converted copies also have the GELU and epsilon of the paper's code
         hints = inference.with_defaults(hints, google.HINTS)
-    place, key = pathlib.Path(local), ''
+    local_path = pathlib.Path(local)
+    key = ''
     with usable(path):
-        if not place.exists() and (match := _PART.fullmatch(local)):
-            place, key = pathlib.Path(match[1]), match[2].strip('/')
-        files = [] if is_remote(local) else _find_weights(place)
+        if not local_path.exists() and (match := _PART.fullmatch(local)):
+            local_path = pathlib.Path(match[1])
+            key = match[2].strip('/')
+        files = [] if is_remote(local) else _find_weights(local_path)
     if not files:
         return _open_own(path, local, hints)
-    with remote.suggest_new_download(str(place)):
-        opened = [array_files.read_array_file(file) for file in files]
+    arrays: dict[str, LazyArray] = {}
+    with remote.suggest_new_download(str(local_path)):
+        shards = [array_files.read_array_file(file) for file in files]
+    for shard in shards:
+        arrays |= shard.arrays
+    folder = local_path if local_path.is_dir() else local_path.parent
     contents = FileContents(
-        arrays={name: array for each in opened for name, array in each.arrays.items()},
-        metadata=opened[0].metadata,
-        descriptions=array_files.read_descriptions(place if place.is_dir() else place.parent),
+        arrays=arrays,
+        metadata=shards[0].metadata,
+        descriptions=array_files.read_descriptions(folder),
         key=key,
     )
     with array_files.error_prefix(path):
         require(stablehlo.PROGRAM not in contents.arrays, 'a program (StableHLO), not a checkpoint')
-        checkpoint = _parse(path, str(place), contents, hints, resized=image_size is None)
+        checkpoint = _parse(path, str(local_path), contents, hints, resized=image_size is None)
     addresses = ' '.join([path, *origin])
     card = google.as_published(checkpoint.card) if is_of_paper else checkpoint.card
     report = [*origin, *checkpoint.report]
-    nameless = CARD not in contents.metadata and not card.class_names
-    if nameless and card.model.num_classes == 1000 and imagenet_classes.is_in_name(addresses):
+    has_no_names = CARD not in contents.metadata and not card.class_names
+    if has_no_names and card.model.num_classes == 1000 and imagenet_classes.is_in_name(addresses):
         card = dataclasses.replace(card, class_names=imagenet_classes.names())
         report.append("class names: ImageNet's, from the checkpoint's name")
     return checkpoint._replace(card=card, report=report, origin=origin)
 
 
-def _find_weights(place: pathlib.Path) -> list[pathlib.Path]:
+def _find_weights(path: pathlib.Path) -> list[pathlib.Path]:
     """Returns the file itself, or the files of weights in a directory."""
-    if not place.is_dir():
-        return [place]
+    if not path.is_dir():
+        return [path]
     for name in array_files.WEIGHTS:  # like transformers, prefers a single file to shards
-        index = place / f'{name}{array_files.INDEX}'
-        if os.path.lexists(place / name):
+        index = path / f'{name}{array_files.INDEX}'
+        if os.path.lexists(path / name):
             if index.exists():
-                logging.warning('%s: %s is read, and not the shards of %s', place, name, index.name)
-            return [place / name]
+                logging.warning('%s: %s is read, and not the shards of %s', path, name, index.name)
+            return [path / name]
         if os.path.lexists(index):
             shards = {*array_files.read_json_object(index).part('weight_map').values()}
-            return sorted(place / pathlib.PurePath(str(shard)).name for shard in shards)
-    files = sorted(p for p in place.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
+            return sorted(path / pathlib.PurePath(str(shard)).name for shard in shards)
+    files = sorted(p for p in path.iterdir() if p.suffix in array_files.ENDINGS and p.is_file())
     listed = ', '.join(file.name for file in files)
-    require(len(files) < 2, f'{place}: contains several files of weights; pass one of {listed}')
+    require(len(files) < 2, f'{path}: contains several files of weights; pass one of {listed}')
     return files
 
 
@@ -135,10 +141,15 @@ def _open_own(path: str, local: str, hints: Hints) -> Checkpoint:
     values, folder = store.load_card(local)
     card = records.from_dict(Card, values, where=f'{path}: card')
     summary = inference.summarize(card.model, store.count_params(folder), card.is_projection)
-    report = [f'{OURS} format, step {card.step}: {summary}']
-
-    read = functools.partial(store.load_params, str(folder))
-    return Checkpoint(path, OURS, None, card, report, (), read)
+    return Checkpoint(
+        path=path,
+        format=OURS,
+        layout=None,
+        card=card,
+        report=[f'{OURS} format, step {card.step}: {summary}'],
+        ignored=(),
+        read=functools.partial(store.load_params, str(folder)),
+    )
 
 
 def _parse(
@@ -149,7 +160,8 @@ def _parse(
     `path` is the name for messages, `file` the local copy.
     """
     is_own = CARD in contents.metadata and not contents.key
-    contents = contents if is_own else unwrap(contents, OWN_PREFIXES)
+    if not is_own:
+        contents = unwrap(contents, OWN_PREFIXES)
     arrays = contents.arrays
     form = next((form for form in FORMATS if form.matches(arrays)), None)
     if form is None:
@@ -159,11 +171,11 @@ def _parse(
     for name, hint in vars(hints).items():
         stored = getattr(config, name, None)
         require(hint in (None, stored), f'{name}={hint} contradicts the file, which has {stored}')
-    expected, resolved, skipped = match_arrays(form, parsed, arrays)
-    shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(expected).items()}
-    count = sum(map(math.prod, shapes.values()))
-    types = {arrays[name].dtype.name for names in resolved.values() for name in names}
-    layout = dataclasses.replace(parsed.layout, dtype=types.pop() if len(types) == 1 else 'float32')
+    matched = match_arrays(form, parsed, arrays)
+    shapes = {name: leaf.shape for name, leaf in tree_names.named_leaves(matched.params).items()}
+    num_params = sum(map(math.prod, shapes.values()))
+    dtypes = {arrays[name].dtype.name for names in matched.rules.values() for name in names}
+    dtype = dtypes.pop() if len(dtypes) == 1 else 'float32'
     size = (parsed.processor_size if resized else None) or config.image_size
     new = dataclasses.replace(config, image_size=size)
     card = Card(
@@ -176,19 +188,28 @@ def _parse(
 
     def read() -> Params:
         with remote.suggest_new_download(file), array_files.error_prefix(path):
-            values = name_map.to_ours(resolved, arrays, shapes)
-        params = tree_names.map_named(lambda name, _: values[name], expected)
+            params_by_name = name_map.to_ours(matched.rules, arrays, shapes)
+        params = tree_names.map_named(lambda name, _: params_by_name[name], matched.params)
         return transfer.adapt(params, old=config, new=new).params
 
-    summary = inference.summarize(config, count, card.is_projection)
+    summary = inference.summarize(config, num_params, card.is_projection)
     report = [*contents.remarks, f'{form.name} format: {summary}', *parsed.remarks]
-    ignored = *skipped, *contents.ignored
+    ignored = (*matched.ignored, *contents.ignored)
     if ignored:
-        some = f'{plural(len(ignored), "array")}, such as {ignored[0]}'
-        report.append(f'ignored, not part of the model: {some}')
+        report.append(
+            f'ignored, not part of the model: {plural(len(ignored), "array")}, such as {ignored[0]}'
+        )
     if size != config.image_size:
         report.append(f'image size {size[0]}x{size[1]}, from the JSON file of its preprocessor')
-    return Checkpoint(path, form.name, layout, card, report, ignored, read)
+    return Checkpoint(
+        path=path,
+        format=form.name,
+        layout=dataclasses.replace(parsed.layout, dtype=dtype),
+        card=card,
+        report=report,
+        ignored=ignored,
+        read=read,
+    )
 
 
 def _parse_own(form: Format[Any], contents: FileContents) -> ParsedCheckpoint[Any]:
@@ -227,34 +248,41 @@ def _find_differences(
     ]
 
 
+class MatchedArrays(NamedTuple):
+    """How the arrays in a file correspond to the parameters of a model."""
+
+    params: Params  # abstract parameters
+    rules: name_map.Resolved  # the name map, with the names in the file
+    ignored: list[str]  # names of arrays that do not belong to the model
+
+
 def match_arrays(
     form: Format[Any], parsed: ParsedCheckpoint[Any], arrays: Mapping[str, LazyArray]
-) -> tuple[Params, name_map.Resolved, list[str]]:
+) -> MatchedArrays:
     """Compares the names and shapes of the arrays in a file with the model.
-
-    Returns:
-      The abstract parameters, the resolved name map, and the names of ignored arrays.
 
     Raises:
       UserError: If arrays are missing, unknown or have another shape; the message names them.
     """
-    expected = abstract_params(parsed.config)
-    ours, layout = tree_names.named_leaves(expected), parsed.layout
-    rules = form.rules(parsed.config, layout)
-    resolved = name_map.resolve(rules, parsed.config, ours, format=form.name, zeros=layout.zeros)
+    params = abstract_params(parsed.config)
+    ours = tree_names.named_leaves(params)
+    rules = name_map.resolve(
+        form.rules(parsed.config, parsed.layout),
+        parsed.config,
+        ours,
+        format=form.name,
+        zeros=parsed.layout.zeros,
+    )
     constants = form.constants(parsed.config)
     for name, value in constants.items():
         # Files of 16-bit arrays round these.
         is_equal = name in arrays and np.allclose(arrays[name].read(), value, rtol=1e-2)
         require(is_equal, f'{name}: missing or different; expected {value}')
     variables = {name: array for name, array in arrays.items() if name not in constants}
-    skipped = name_map.check_names(resolved, variables, parsed.ignored)
-    for rule, names_in_file in resolved.items():
-        function = rule.transform.to_theirs
-        function = jax.vmap(function) if rule.per_layer else function
-        shapes = [jax.eval_shape(function, ours[n]).shape[rule.per_layer :] for n in rule.ours]
-        shape = (sum(each[0] for each in shapes), *shapes[0][1:]) if shapes[0] else ()
+    ignored = name_map.check_names(rules, variables, parsed.ignored)
+    for rule, names_in_file in rules.items():
+        expected = rule.shape_in_file(ours)
         for name in names_in_file:
             stored = arrays[name].shape
-            require(stored == shape, f'{name}: got shape {stored}; expected {shape}')
-    return expected, resolved, skipped
+            require(stored == expected, f'{name}: got shape {stored}; expected {expected}')
+    return MatchedArrays(params=params, rules=rules, ignored=ignored)

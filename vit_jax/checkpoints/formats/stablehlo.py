@@ -25,8 +25,11 @@ from vit_jax.data.image_preprocessing import Preprocessing, Size, normalize
 from vit_jax.models import build
 from vit_jax.models.compute import PORTABLE
 
-NAME, SUFFIX = 'stablehlo', '.stablehlo'
-PROGRAM, CARD = 'program', 'card'  # arrays of bytes in the file
+NAME = 'stablehlo'
+SUFFIX = '.stablehlo'
+# Arrays of bytes in the file.
+PROGRAM = 'program'
+CARD = 'card'
 _PLATFORMS = 'cpu', 'cuda', 'tpu'
 
 
@@ -39,19 +42,25 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
     """
     has_flatbuffers = importlib.util.find_spec('flatbuffers') is not None
     require(has_flatbuffers, "the stablehlo format needs: pip install 'vit_jax[export]'")
-    channels, has_head = card.model.channels, card.model.num_classes is not None
+    channels = card.model.channels
     require(channels == 3, f'the stablehlo format needs 3 channels; the model has {channels=}')
-    text = 'the head is all zeros; to export features, use num_classes=None or --drop_head'
-    require(not has_head or has_trained_head(params), text)
+    has_head = card.model.num_classes is not None
+    require(
+        not has_head or has_trained_head(params),
+        'the head is all zeros; to export features, use num_classes=None or --drop_head',
+    )
     # numpy files have no bfloat16: the program gets the same bits as uint16.
     arrays = {
         name: leaf.view(np.uint16) if leaf.dtype.name == 'bfloat16' else leaf
         for name, leaf in tree_names.named_leaves(params).items()
     }
     exported = _export(card, arrays)
-    outputs = 'projections' if card.is_projection else 'features'
-    if has_head and not card.is_projection:
+    if card.is_projection:
+        outputs = 'projections'
+    elif has_head:
         outputs = f'probabilities ({"sigmoid" if card.loss == "sigmoid" else "softmax"})'
+    else:
+        outputs = 'features'
     images = f'images: {exported.in_avals[-1].str_short()}'
     outputs = f'{outputs}: {exported.out_avals[0].str_short()}'
     about = {
@@ -61,8 +70,9 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
         'jax': jax.__version__,
         'card': records.to_dict(card),
     }
-    stored = {PROGRAM: bytes(exported.serialize()), CARD: json.dumps(about).encode()}
-    write_npz(path, arrays | {n: np.frombuffer(v, np.uint8) for n, v in stored.items()})
+    program = np.frombuffer(bytes(exported.serialize()), np.uint8)
+    card_json = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    write_npz(path, arrays | {PROGRAM: program, CARD: card_json})
     notes = [f'program for {", ".join(_PLATFORMS)}: {images} -> {outputs}']
     if card.preprocessing.exif_rotation:
         notes.append('the program expects photos that are already rotated by their EXIF tag')

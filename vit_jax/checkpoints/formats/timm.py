@@ -8,8 +8,8 @@ this for all names of timm 1.0.31.
 
 import dataclasses
 import functools
-import itertools
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from vit_jax.base import require, require_between
@@ -87,8 +87,11 @@ class Layout(base.Layout):
     @property
     def mlp(self) -> tuple[str, str]:
         """The names of the two layers of an MLP; the gate of `fc1_x` is `fc1_g`."""
-        names = {'w12': ('w12', 'w3'), 'fc1_g': ('fc1_x', 'fc2')}
-        return next((names[one] for one in self.variants if one in names), ('fc1', 'fc2'))
+        if 'fc1_g' in self.variants:
+            return 'fc1_x', 'fc2'
+        if 'w12' in self.variants:
+            return 'w12', 'w3'
+        return 'fc1', 'fc2'
 
 
 _DINOV3 = Layout(variants=('fc1_g', 'gamma_1', 'q_bias'), zeros=('blocks.{layer0}.attn.k_bias',))
@@ -121,7 +124,8 @@ class _Description(base.TimmPreprocessing):
 
 def make_rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
     """Returns the name map of these files."""
-    block, ours = 'blocks.{layer0}', 'encoder/block'
+    block = 'blocks.{layer0}'
+    ours = 'encoder/block'
     module = functools.partial(name_map.torch_module, num_heads=config.num_heads)
     projections = [f'{ours}/attention/{name}' for name in ('query', 'key', 'value')]
     qkv = module(f'{block}.attn.qkv', *projections)
@@ -175,7 +179,7 @@ def make_rules(config: ViTConfig, layout: Layout) -> list[NameRule]:
 def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     prefix = next(m[1] or '' for name in contents.arrays if (m := _KNOWN.fullmatch(name)))
     arrays = {n.removeprefix(prefix): a for n, a in contents.arrays.items() if n.startswith(prefix)}
-    stated, remarks = contents.description('config.json'), list[str]()
+    stated = contents.description('config.json')
     ignored = f'{re.escape(prefix)}mask_token'  # from masked pre-training
     if prefix.startswith('visual.'):
         stated = open_clip.timm_description(contents) or stated
@@ -184,11 +188,16 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     arguments.record(_Description, ignored=_NO_EFFECT)  # rejects other arguments
     pretrained = stated.part('pretrained_cfg')
     clip = contents.description('open_clip_config.json').part('model_cfg')  # may be there too
-    quick = {'act_layer': 'quick_gelu'} if clip.get('quick_gelu') and not prefix else {}
-    parts = itertools.chain(*(d.items() for d in (quick, pretrained, stated, arguments)))
-    merged = JsonObject({key: value for key, value in parts if value is not None}, stated.where)
+    merged = JsonObject(
+        ({'act_layer': 'quick_gelu'} if clip.get('quick_gelu') and not prefix else {})
+        | _without_none(pretrained)
+        | _without_none(stated)
+        | _without_none(arguments),
+        stated.where,
+    )
     defaults = _DEFAULTS if pretrained or not _IMAGES.isdisjoint(stated) else {}
     described = merged.record(_Description, ignored=_METADATA, defaults=defaults)
+    remarks = []
     if not stated:
         described, models = _assume(arrays)
         remarks.append(f'no config.json: images are preprocessed as for {models}')
@@ -208,6 +217,10 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     )
 
 
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def _assume(arrays: Arrays) -> tuple[_Description, str]:
     """Returns the preprocessing for a file without config.json, and the models that have it."""
     if 'mask_token' in arrays:
@@ -222,22 +235,25 @@ def _build_config(
 ) -> tuple[ViTConfig, Layout]:
     """Builds the model: sizes and parts from the arrays, options from the description."""
     name, _, tag = described.architecture.partition('.')
-    features = (text for key, text in _UNSUPPORTED.items() if re.fullmatch(key, name or 'vit_'))
-    feature = next(features, None)
-    require(feature is None, f'timm model {name} is not supported because of {feature}')
-    parts = {part for array in arrays for part in array.split('.')}
-    layout = Layout(variants=tuple(sorted(_VARIANTS & parts)))
-    has_bias = any(array.endswith('attn.qkv.bias') for array in arrays)
-    absent = 'k_bias' if 'q_bias' in layout.variants else '' if has_bias else 'qkv.bias'
-    zeros = (f'{prefix}blocks.{{layer0}}.attn.{absent}',) if absent else ()
+    for pattern, feature in _UNSUPPORTED.items():
+        is_unsupported = re.fullmatch(pattern, name or 'vit_') is not None
+        require(not is_unsupported, f'timm model {name} is not supported because of {feature}')
+    parts_of_names = {part for array in arrays for part in array.split('.')}
+    layout = Layout(variants=tuple(sorted(_VARIANTS & parts_of_names)))
+    attention = f'{prefix}blocks.{{layer0}}.attn'
+    zeros: tuple[str, ...] = ()
+    if 'q_bias' in layout.variants:
+        zeros = (f'{attention}.k_bias',)
+    elif not any(array.endswith('attn.qkv.bias') for array in arrays):
+        zeros = (f'{attention}.qkv.bias',)
     options = _options(name, arrays, described, layout)
-    num_tokens = ('cls_token' in arrays) + ('dist_token' in arrays)
+    num_tokens = len({'cls_token', 'dist_token'} & arrays.keys())
     registers = arrays['reg_token'].shape[1] if 'reg_token' in arrays and num_tokens == 0 else 0
     config, num_rows = inference.infer_config(
         arrays,
         make_rules(ViTConfig(), layout),
         _add_facts(name, described.tag or tag, arrays, hints, described),
-        root=next((r for root in _ROOTS.values() if (r := f'{root}.conv.weight') in arrays), ''),
+        root=_find_root(arrays),
         unit=_UNIT,
         rows=(0,) if described.no_embed_class else (num_tokens, 0, registers),
         image_size=described.img_size or (described.input_size and described.input_size[1:]),
@@ -248,6 +264,15 @@ def _build_config(
         layout = dataclasses.replace(layout, variants=(*layout.variants, 'reg_rows'))
     class_row = bool(num_rows) or num_tokens == 0
     return config, dataclasses.replace(layout, prefix=prefix, class_row=class_row, zeros=zeros)
+
+
+def _find_root(arrays: Arrays) -> str:
+    """Returns the name of a hybrid's first kernel; empty if there is none."""
+    for root in _ROOTS.values():
+        kernel = f'{root}.conv.weight'
+        if kernel in arrays:
+            return kernel
+    return ''
 
 
 def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _Description) -> Hints:
@@ -268,9 +293,10 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _De
 
 def _options(name: str, arrays: Arrays, described: _Description, layout: Layout) -> dict[str, Any]:
     """Returns fields of `ViTConfig` from the arrays and the description."""
-    first, second = (f'blocks.0.mlp.{layer}.weight' for layer in layout.mlp)
-    mlp_dim = inference.shape_of(arrays, second, 2)[1]
-    is_joined = first in arrays and arrays[first].shape[0] == 2 * mlp_dim
+    first, second = layout.mlp
+    mlp_dim = inference.shape_of(arrays, f'blocks.0.mlp.{second}.weight', 2)[1]
+    first_kernel = arrays.get(f'blocks.0.mlp.{first}.weight')
+    is_joined = first_kernel is not None and first_kernel.shape[0] == 2 * mlp_dim
     is_gated = is_joined or 'fc1_g' in layout.variants
     inferred = 'map' if 'attn_pool.latent' in arrays else 'token'
     if inferred == 'token' and ('cls_token' not in arrays or 'fc_norm.weight' in arrays):
@@ -303,8 +329,10 @@ def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     for name, only in _FIXED.items():
         value = getattr(config, name)
         require(value == only, f'the timm format cannot hold {name}={value}; use format=vit_jax')
-    is_supported = config.pool in _SUPPORTED_POOLS
-    require(is_supported, f'the timm format cannot hold pool={config.pool}; use format=vit_jax')
+    require(
+        config.pool in _SUPPORTED_POOLS,
+        f'the timm format cannot hold pool={config.pool}; use format=vit_jax',
+    )
     arguments = ', '.join(_model_arguments(config, layout))
     note = f'not stored in the file; pass to timm.create_model: {arguments}'
     return [note] if arguments else []

@@ -24,8 +24,9 @@ def reject_programs(members: Sequence[str]) -> None:
     """Raises UserError if a zip file with these members is a TorchScript program."""
     if any(name.endswith('/constants.pkl') for name in members):
         command = _SAVE.format("torch.jit.load('FILE').state_dict()")
-        text = 'a TorchScript program; expected a file of tensors'
-        raise UserError(f'{text}; {_PYTHON.format(command)}')
+        raise UserError(
+            f'a TorchScript program; expected a file of tensors; {_PYTHON.format(command)}'
+        )
 
 
 def describe_conversion(path: pathlib.Path) -> str:

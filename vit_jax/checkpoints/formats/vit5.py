@@ -49,7 +49,9 @@ def _constants(config: ViTConfig) -> dict[str, np.ndarray]:
     """Returns the frequencies of RoPE for patches, and for registers if there are any."""
     size = config.width // config.num_heads
     powers = np.arange(size // 4, dtype=np.float32) * 4 / size  # float32, as in ViT-5's code
-    bases = {'rope': 10_000} | ({'rope_reg': 100} if config.registers else {})
+    bases = {'rope': 10_000}
+    if config.registers:
+        bases['rope_reg'] = 100
     frequencies = {name: 1 / np.float32(number) ** powers for name, number in bases.items()}
     return {
         f'blocks.{layer}.attn.{name}.freqs': array
@@ -85,8 +87,10 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
 
 def _notes(config: ViTConfig, card: Card, layout: Layout) -> list[str]:
     """Raises UserError for a grid that is not square; returns no notes."""
-    is_square = config.grid[0] == config.grid[1]
-    require(is_square, f'the vit5 format cannot hold grid={config.grid}; use format=vit_jax')
+    require(
+        config.grid[0] == config.grid[1],
+        f'the vit5 format cannot hold grid={config.grid}; use format=vit_jax',
+    )
     return []
 
 

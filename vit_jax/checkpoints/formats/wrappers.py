@@ -40,7 +40,8 @@ def unwrap(contents: FileContents, own: Iterable[str]) -> FileContents:
     if not prefixes:
         return contents
     prefix, remarks = choose_prefix(prefixes, contents.key)
-    model, others = dict[str, LazyArray](), list[str]()
+    model: dict[str, LazyArray] = {}
+    others: list[str] = []
     for name, array in contents.arrays.items():
         inside = short[name].removeprefix(prefix)
         if short[name].startswith(prefix) and not _TRAINING_ONLY.fullmatch(inside):
@@ -55,14 +56,15 @@ def choose_prefix(prefixes: Sequence[str], key: str) -> tuple[str, tuple[str, ..
 
     The key selects prefixes. If several remain, the prefix of averaged weights is preferred.
     """
-    parts = re.compile(rf'(.*[./])?{re.escape(key)}[./].*')
-    chosen = [each for each in prefixes if not key or parts.fullmatch(each)]
-    offers = ', '.join(each.rstrip('./') or 'the whole file' for each in prefixes)
+    with_key = re.compile(rf'(.*[./])?{re.escape(key)}[./].*')
+    chosen = [prefix for prefix in prefixes if not key or with_key.fullmatch(prefix)]
+    offers = ', '.join(prefix.rstrip('./') or 'the whole file' for prefix in prefixes)
     require(bool(chosen), f'no model under the key {key!r}; expected one of {offers}')
-    averaged = [each for each in chosen if _AVERAGED.fullmatch(each)]
-    chosen = averaged if len(averaged) == 1 else chosen
+    averaged = [prefix for prefix in chosen if _AVERAGED.fullmatch(prefix)]
+    if len(averaged) == 1:
+        chosen = averaged
     example = f'FILE:{chosen[-1].rstrip("./")}'
     require(len(chosen) == 1, f'contains several models: {offers}; choose one, such as {example}')
-    unused = ', '.join(each.rstrip('./') for each in prefixes if each != chosen[0])
+    unused = ', '.join(prefix.rstrip('./') for prefix in prefixes if prefix != chosen[0])
     remark = f'weights: {chosen[0].rstrip("./")}; not used: {unused}'
     return chosen[0], (remark,) if unused else ()

@@ -56,8 +56,8 @@ def format_for(path: str | os.PathLike[str], named: str | None, own: str) -> str
 
 def is_free(path: str | os.PathLike[str]) -> bool:
     """Returns whether the path does not exist or is an empty directory."""
-    place = pathlib.Path(path)
-    return not any(place.iterdir()) if place.is_dir() else not would_replace(place)
+    path = pathlib.Path(path)
+    return not any(path.iterdir()) if path.is_dir() else not would_replace(path)
 
 
 def write_checkpoint(
@@ -85,26 +85,30 @@ def write_checkpoint(
     Raises:
       UserError: If the format cannot hold the model.
     """
-    place, model, notes = pathlib.Path(path), card.model, list[str]()
-    no_npz = dtype != 'bfloat16' or place.suffix != '.npz'
-    require(no_npz, f'dtype={dtype}: not supported by npz; use format=timm or huggingface')
+    target = pathlib.Path(path)
+    model = card.model
+    notes: list[str] = []
+    require(
+        dtype != 'bfloat16' or target.suffix != '.npz',
+        f'dtype={dtype}: not supported by npz; use format=timm or huggingface',
+    )
     if format != OURS and isinstance(model, ViTConfig) and MASKED in params:
         card = dataclasses.replace(card, model=dataclasses.replace(model, patch_outputs=None))
-        params = {name: part for name, part in params.items() if name != MASKED}
+        params = {name: subtree for name, subtree in params.items() if name != MASKED}
         notes.append('mask token and patch head: not written, as only format=vit_jax stores them')
-    make_folder(place.parent)
+    make_folder(target.parent)
     if format in (OURS, stablehlo.NAME):
         params, rounded = _cast(params, dtype or 'float32', rounding=True)
         if format == stablehlo.NAME:
-            return notes + rounded + stablehlo.write(place, card, params)
-        store.write_standalone(place, params, records.to_dict(card))
+            return notes + rounded + stablehlo.write(target, card, params)
+        store.write_standalone(target, params, records.to_dict(card))
         return notes + rounded
     form = next(form for form in FORMATS if form.name == format)
-    return notes + _write_arrays(place, form, card, params, layout, dtype)
+    return notes + _write_arrays(target, form, card, params, layout, dtype)
 
 
 def _write_arrays(
-    place: pathlib.Path,
+    target: pathlib.Path,
     form: Format[Any],
     card: Card,
     params: Params,
@@ -112,12 +116,17 @@ def _write_arrays(
     dtype: str | None,
 ) -> list[str]:
     """Implements `write_checkpoint` for the formats of other libraries."""
-    config, notes = card.model, list[str]()
-    right = f'the {form.name} format has no plain ResNets; use format=google or bigvision'
-    require(form.resnets or isinstance(config, ViTConfig), right)
-    wrong = f'head={records.text_of(config.head)}: the {form.name} format stores only linear heads'
-    has_linear = config.num_classes is None or config.head == 'linear'
-    require(has_linear, f'{wrong}; use format=vit_jax, or pass --drop_head')
+    config = card.model
+    notes: list[str] = []
+    require(
+        form.resnets or isinstance(config, ViTConfig),
+        f'the {form.name} format has no plain ResNets; use format=google or bigvision',
+    )
+    require(
+        config.num_classes is None or config.head == 'linear',
+        f'head={records.text_of(config.head)}: the {form.name} format stores only linear heads; '
+        'use format=vit_jax, or pass --drop_head',
+    )
     if isinstance(config, ViTConfig) and config.positions not in form.positions:
         config, params = _with_learned_positions(form, config, params)
         card = dataclasses.replace(card, model=config)
@@ -126,10 +135,13 @@ def _write_arrays(
     ours = _without_class_row(params, layout)
     ours, rounded = _cast(ours, dtype or layout.dtype, rounding=dtype is not None)
     # Arrays that the layout leaves out stay absent while they are zero.
-    absent = [rule for rule in form.rules(config, layout) if rule.theirs in layout.zeros]
-    zeros = [r.theirs for r in absent if not any(np.any(ours.get(name, 0)) for name in r.ours)]
+    zeros = tuple(
+        rule.theirs
+        for rule in form.rules(config, layout)
+        if rule.theirs in layout.zeros and not any(np.any(ours.get(name, 0)) for name in rule.ours)
+    )
     dtype = next(iter(ours.values())).dtype.name
-    layout = dataclasses.replace(layout, zeros=tuple(zeros), dtype=dtype)
+    layout = dataclasses.replace(layout, zeros=zeros, dtype=dtype)
     notes += [*rounded, *form.notes(config, card, layout)]
     rules = form.rules(config, layout)
     resolved = name_map.resolve(rules, config, ours, format=form.name, zeros=layout.zeros)
@@ -139,38 +151,48 @@ def _write_arrays(
     if form.is_complete:
         notes += _check_round_trip(form, card, arrays, files)
     if form.suffix == '.npz':
-        array_files.write_npz(place, arrays)
+        array_files.write_npz(target, arrays)
         return notes
-    metadata = {CARD: json.dumps(records.to_dict(card))}
-    metadata[LAYOUT] = json.dumps(dataclasses.asdict(layout))
-    contents = dict[pathlib.Path, bytes]()  # JSON files, which are written together with arrays
+    metadata = {
+        CARD: json.dumps(records.to_dict(card)),
+        LAYOUT: json.dumps(dataclasses.asdict(layout)),
+    }
+    json_files: dict[pathlib.Path, bytes] = {}  # they are written together with the arrays
     if form.file_name:
-        ends = *array_files.ENDINGS, array_files.INDEX, digests.FILE
-        others = {f.name for f in place.glob('*') if f.name.endswith(ends)} - {form.file_name}
-        require(not others, f'{place}: contains {", ".join(sorted(others)[:3])}; remove it first')
-        is_run = (place / 'events.jsonl').exists() or digests.list_steps(place / store.FOLDER)
-        require(not is_run, f'{place}: a work directory; choose another folder')
-        make_folder(place)
-        contents = {place / name: format_json(content) for name, content in files.items()}
-        place = place / form.file_name
+        _require_usable_folder(target, form.file_name)
+        make_folder(target)
+        json_files = {target / name: format_json(content) for name, content in files.items()}
+        target = target / form.file_name
     with contextlib.ExitStack() as stack:
-        for path, text in contents.items():
+        for path, content in json_files.items():
             file = stack.enter_context(atomic_write(path))
-            file.write(text)
+            file.write(content)
             file.flush()  # here, a full disk leaves none of the files
-        array_files.write_safetensors(stack.enter_context(atomic_write(place)), arrays, metadata)
+        array_files.write_safetensors(stack.enter_context(atomic_write(target)), arrays, metadata)
     return notes
+
+
+def _require_usable_folder(folder: pathlib.Path, file_name: str) -> None:
+    """Raises UserError if a folder is a work directory or has other files of weights."""
+    endings = *array_files.ENDINGS, array_files.INDEX, digests.FILE
+    others = {file.name for file in folder.glob('*') if file.name.endswith(endings)} - {file_name}
+    require(not others, f'{folder}: contains {", ".join(sorted(others)[:3])}; remove it first')
+    is_run = (folder / 'events.jsonl').exists() or digests.list_steps(folder / store.FOLDER)
+    require(not is_run, f'{folder}: a work directory; choose another folder')
 
 
 def _with_learned_positions(
     form: Format[Any], config: ViTConfig, params: Params
 ) -> tuple[ViTConfig, Params]:
     """Returns an equivalent model with learned positions; rejects kinds with RoPE."""
-    wrong = f'the {form.name} format cannot hold positions={config.positions}'
-    require(config.positions not in ROTARY, f'{wrong}; use format=vit_jax')
-    table, own = compute_position_table(config, params), position_table_axes(config)
-    kept = {name: leaf for name, leaf in params.items() if name not in own}
-    return dataclasses.replace(config, positions='learned'), kept | {'pos_embedding': table}
+    require(
+        config.positions not in ROTARY,
+        f'the {form.name} format cannot hold positions={config.positions}; use format=vit_jax',
+    )
+    table = compute_position_table(config, params)
+    old_tables = position_table_axes(config)
+    others = {name: leaf for name, leaf in params.items() if name not in old_tables}
+    return dataclasses.replace(config, positions='learned'), others | {'pos_embedding': table}
 
 
 def _check_round_trip(
@@ -202,13 +224,16 @@ def _check_round_trip(
         require(not lost, f'reading it back changes {"".join(lost[:1])}')
         match_arrays(form, parsed, stored)
     except UserError as error:
-        wrong = f'the {form.name} format cannot hold this model: {error}'
-        raise UserError(f'{wrong}; use format=vit_jax') from error
-    own, theirs = card.preprocessing.crop, parsed.preprocessing.crop
-    if isinstance(own, CentralCrop) and isinstance(theirs, CentralCrop):
-        theirs = dataclasses.replace(theirs, rounding=own.rounding)  # differs by a pixel at most
-    is_same = not form.file_name or own == theirs
-    return [] if is_same else [f'other programs preprocess images with {theirs}, not {own}']
+        raise UserError(
+            f'the {form.name} format cannot hold this model: {error}; use format=vit_jax'
+        ) from error
+    ours = card.preprocessing.crop
+    theirs = parsed.preprocessing.crop
+    if isinstance(ours, CentralCrop) and isinstance(theirs, CentralCrop):
+        theirs = dataclasses.replace(theirs, rounding=ours.rounding)  # differs by a pixel at most
+    if not form.file_name or ours == theirs:
+        return []
+    return [f'other programs preprocess images with {theirs}, not {ours}']
 
 
 def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
@@ -217,8 +242,9 @@ def _without_class_row(params: Params, layout: Layout) -> dict[str, np.ndarray]:
     if layout.class_row or not {'cls', 'pos_embedding'} <= set(named):
         return named
     row = named['pos_embedding'][:, :1]
-    # A zero row leaves the token bit-exact.
-    return named | ({'cls': named['cls'] + row} if row.any() else {})
+    if row.any():  # otherwise the token stays bit-exact
+        named['cls'] = named['cls'] + row
+    return named
 
 
 def _cast(arrays: Params, dtype: str, *, rounding: bool) -> tuple[Params, list[str]]:

@@ -90,7 +90,7 @@ def make_split_manifest(source: Source, *, max_sizes: int) -> SplitManifest:
     """Lists the images of a split. If file sizes are not in memory, reads at most `max_sizes`."""
     indices = range(len(source))
     class_names = [*source.class_names]
-    if not source.labels_in_memory:
+    if not class_names or not source.labels_in_memory:
         labels = ['?'] * len(source)
     elif source.multi_label:
         labels = [', '.join(class_names[i] for i in row.nonzero()[0]) for row in source.labels]

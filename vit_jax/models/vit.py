@@ -428,7 +428,7 @@ class ViT(ViTModule):
             x = self.normalize(x, 'pre_norm')
         return tap_array(self, 'embedding', x), kept_patches
 
-    def _class_tokens(self) -> list[Float[Array, '1 _ d']]:
+    def _class_tokens(self) -> list[Float[Array | np.ndarray, '1 _ d']]:
         """Makes the class tokens; the second of two is DeiT's distillation token."""
         zeros = nn.initializers.zeros
         count = self.config.num_class_tokens

@@ -11,7 +11,7 @@ from vit_jax.models import positions
 from vit_jax.models.compute import PORTABLE, Compute, Regularization
 from vit_jax.models.config import ViTConfig
 from vit_jax.models.masked_patches import PatchOutputs
-from vit_jax.models.positions import Kept, SharedPositions
+from vit_jax.models.positions import KeptPatches, SharedPositions
 from vit_jax.models.vit import Dense, Encoder, tile_over_batch
 
 
@@ -19,8 +19,8 @@ class Decoder(NamedTuple):
     """A decoder as pure functions; `params` is a nested dictionary of float32 arrays.
 
     - init(key) -> params
-    - apply(params, tokens, kept) -> outputs of all patches (b n k). `tokens` are the encoded class
-      tokens, registers and `kept` patches.
+    - apply(params, tokens, kept_patches) -> outputs of all patches (b n k). `tokens` are the
+      encoded class tokens, registers and `kept_patches`.
     """
 
     init: Callable[[Key[Array, '']], Params]
@@ -33,19 +33,21 @@ class DecoderModule(nn.Module):
     The prefix tokens are decoded too, but have no outputs.
     """
 
-    config: ViTConfig  # the blocks; num_prefix_tokens is that of the encoder
+    config: ViTConfig  # the blocks, with the num_prefix_tokens of the encoder
     outputs: int  # per patch
     compute: Compute
 
     @nn.compact
-    def __call__(self, tokens: Float[Array, 'b m d'], kept: Kept) -> PatchOutputs:
-        config, prefix = self.config, self.config.num_prefix_tokens
+    def __call__(self, tokens: Float[Array, 'b m d'], kept_patches: KeptPatches) -> PatchOutputs:
+        config = self.config
+        num_prefix = config.num_prefix_tokens
+        num_patches = config.grid[0] * config.grid[1]
         x = Dense((config.width,), self.compute, name='embedding')(tokens)
         mask_token = self.param('mask_token', nn.initializers.normal(0.02), (1, 1, config.width))
         patches = positions.restore_patches(
-            x[:, prefix:], kept, tile_over_batch(mask_token, x), config.grid[0] * config.grid[1]
+            x[:, num_prefix:], kept_patches, tile_over_batch(mask_token, x), num_patches
         )
-        x = jnp.concatenate([x[:, :prefix], patches], axis=1)
+        x = jnp.concatenate([x[:, :num_prefix], patches], axis=1)
         table = positions.make_table(
             config.positions,
             config.grid,
@@ -55,8 +57,8 @@ class DecoderModule(nn.Module):
         )
         x = positions.add(x, table, config.num_class_tokens)
         encoder = Encoder(config, Regularization(), self.compute, name='encoder')
-        x = encoder(x, SharedPositions(None, None))
-        return nn.Dense(self.outputs, name='head')(x[:, prefix:].astype(jnp.float32))
+        x = encoder(x, SharedPositions(table=None, kept_patches=None))
+        return nn.Dense(self.outputs, name='head')(x[:, num_prefix:].astype(jnp.float32))
 
 
 def build_decoder(config: ViTConfig, *, width: int, outputs: int, compute: Compute) -> Decoder:
@@ -71,11 +73,13 @@ def build_decoder(config: ViTConfig, *, width: int, outputs: int, compute: Compu
 
     def init(key: Key[Array, '']) -> Params:
         tokens = jnp.zeros((1, config.num_prefix_tokens + 1, width))
-        kept = jnp.zeros((1, 1), jnp.int32)
-        return DecoderModule(config, outputs, PORTABLE).init(key, tokens, kept)['params']
+        kept_patches = jnp.zeros((1, 1), jnp.int32)
+        return DecoderModule(config, outputs, PORTABLE).init(key, tokens, kept_patches)['params']
 
-    def apply(params: Params, tokens: Float[Array, 'b m d'], kept: Kept) -> PatchOutputs:
+    def apply(
+        params: Params, tokens: Float[Array, 'b m d'], kept_patches: KeptPatches
+    ) -> PatchOutputs:
         module = DecoderModule(config, outputs, compute)
-        return module.apply({'params': params}, tokens, kept)
+        return module.apply({'params': params}, tokens, kept_patches)
 
     return Decoder(init, apply)

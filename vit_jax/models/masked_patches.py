@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.base import Array, Bool, Float, Int, Num
+from vit_jax.models.positions import Tokens
 
-Tokens = Float[Array, 'b n d']
 PatchOutputs = Float[Array, 'b n k']
 MASKED = 'masked'  # name of the parameters that only masked patch prediction uses
 
@@ -43,7 +43,8 @@ def cut_patches(
     images: Num[Array, 'b h w c'], grid: tuple[int, int], patch_size: tuple[int, int]
 ) -> Num[Array, 'b n p q c']:
     """Splits images into patches, in row-major order; `patch_size` is (height, width) in pixels."""
-    (rows, columns), (p, q) = grid, patch_size
+    rows, columns = grid
+    p, q = patch_size
     batch, _, _, channels = images.shape
     images = images[:, : rows * p, : columns * q]
     patches = images.reshape(batch, rows, p, columns, q, channels).swapaxes(2, 3)

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
-from vit_jax.base import Array, Float, Key, Params, records
+from vit_jax.base import Array, Float, Key, Params, UserError, records
 from vit_jax.models import positions, taps
 from vit_jax.models.compute import PORTABLE, Compute, LastBlock, Regularization, resolve_compute
 from vit_jax.models.config import ModelConfig, ViTConfig
 from vit_jax.models.heads import make_head
 from vit_jax.models.masked_patches import Corruption, PatchOutputs
-from vit_jax.models.positions import Kept, Tokens
+from vit_jax.models.positions import KeptPatches, Tokens
 from vit_jax.models.resnet import ResNetClassifier
 from vit_jax.models.vit import Images, ViT
 
@@ -35,8 +35,9 @@ class Model(NamedTuple):
     - features(params, images, key=None) -> input of the head
     - predict_patches(params, images, corruption=None, key=None) -> outputs for each patch (b n k)
       of the corrupted images. Requires `patch_outputs`.
-    - encode(params, images, kept, key=None) -> encoded tokens (b m d): class tokens, registers and
-      the patches with the indices `kept` (b p), which ascend. Other patches are not computed.
+    - encode(params, images, kept_patches, key=None) -> encoded tokens (b m d): class tokens,
+      registers and the patches with the indices `kept_patches` (b p), which ascend. Other patches
+      are not computed.
     - capture(params, images, names) -> (output of `apply`, intermediate arrays by name). The arrays
       are called taps. docs/visualize.md lists them; an example is `attention/weights`. Only the
       named taps are computed.
@@ -88,8 +89,9 @@ def build(
     training_module = make_module(config, regularization, compute)
 
     def apply(params: Params, images: Images, key: DropoutKey = None, **options: Any) -> Any:
-        wrong = f'images: got (height, width, channels) {images.shape[1:]}; expected {shape}'
-        records.require(images.shape[1:] == shape, wrong)
+        if images.shape[1:] != shape:
+            got = f'got (height, width, channels) {images.shape[1:]}'
+            raise UserError(f'images: {got}; expected {shape}')
         if key is None:
             return module.apply({'params': params}, images, **options)
         return training_module.apply({'params': params}, images, rngs={'dropout': key}, **options)
@@ -100,9 +102,11 @@ def build(
         records.require(has_patch_outputs(config), 'predict_patches: patch_outputs is not set')
         return apply(params, images, key, corruption=corruption, output='patches')
 
-    def encode(params: Params, images: Images, kept: Kept, key: DropoutKey = None) -> Tokens:
+    def encode(
+        params: Params, images: Images, kept_patches: KeptPatches, key: DropoutKey = None
+    ) -> Tokens:
         assert isinstance(config, ViTConfig)
-        return apply(params, images, key, kept=kept, output='tokens')
+        return apply(params, images, key, kept_patches=kept_patches, output='tokens')
 
     def capture(
         params: Params, images: Images, names: taps.TapSelection
@@ -135,16 +139,17 @@ def make_module(config: ModelConfig, regularization: Regularization, compute: Co
     if isinstance(config, ViTConfig):
         regularization.check_model(config)
         return ViT(config, regularization, compute, make_head(config))
-    wrong = f'{regularization}: a ResNet supports no dropout, stochastic depth or PatchDropout'
-    records.require(regularization == Regularization(), wrong)
+    if regularization != Regularization():
+        unsupported = 'a ResNet supports no dropout, stochastic depth or PatchDropout'
+        raise UserError(f'{regularization}: {unsupported}')
     return ResNetClassifier(config, compute, make_head(config))
 
 
 def position_table_axes(config: ViTConfig) -> dict[str, tuple[bool, bool]]:
     """Maps the name of each learned position table to (depends on row, depends on column)."""
     learned = positions.LEARNED.get(config.positions, {})
-    place = 'encoder/block/' if config.positions_at == 'every_layer' else ''
-    return {place + name: axes for name, axes in learned.items()}
+    module = 'encoder/block/' if config.positions_at == 'every_layer' else ''
+    return {module + name: axes for name, axes in learned.items()}
 
 
 def compute_position_table(config: ViTConfig, params: Params) -> Float[np.ndarray, '1 m d']:
@@ -157,11 +162,15 @@ def compute_position_table(config: ViTConfig, params: Params) -> Float[np.ndarra
     Raises:
       UserError: If positions are not added to tokens, but used in attention.
     """
-    kind, prefix, width = config.positions, config.num_class_tokens, config.width
+    kind = config.positions
     if kind == 'none':
-        return np.zeros((1, config.num_tokens - config.registers, width), np.float32)
+        return np.zeros((1, config.num_tokens - config.registers, config.width), np.float32)
     table = positions.make_table(
-        kind, config.grid, width, class_tokens=prefix, param=lambda name, *_: params[name]
+        kind,
+        config.grid,
+        config.width,
+        class_tokens=config.num_class_tokens,
+        param=lambda name, *_: params[name],
     )
     records.require(table is not None, f'positions={kind}: used in attention, without embeddings')
     return np.asarray(table)
@@ -182,7 +191,8 @@ def abstract_params(config: ModelConfig) -> Params:
     A model is traced once, because tracing takes a tenth of the time that a small run needs to
     start. A model with a function as head is traced each time, because the function may change.
     """
-    if (key := repr(config)) not in _SHAPES or callable(config.head):
+    key = repr(config)
+    if key not in _SHAPES or callable(config.head):
         _SHAPES[key] = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
     return jax.tree.map(lambda leaf: leaf, _SHAPES[key])  # the caller may change the dictionaries
 
@@ -227,10 +237,12 @@ def _count_in_jaxpr(jaxpr: Any) -> int:
     """Counts the multiply-adds of a traced program."""
     total = 0
     for equation in jaxpr.eqns:
-        params, name = equation.params, equation.primitive.name
+        params = equation.params
+        name = equation.primitive.name
         if name == 'dot_general':
             (contracted, _), _ = params['dimension_numbers']
-            left, output = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+            left = equation.invars[0].aval.shape
+            output = equation.outvars[0].aval.shape
             total += math.prod(output) * math.prod(left[axis] for axis in contracted)
         elif name == 'conv_general_dilated':
             total += _count_convolution(equation)
@@ -247,7 +259,8 @@ def _count_convolution(equation: Any) -> int:
     """
     image, kernel = (x.aval.shape for x in equation.invars)
     batch, *outputs, channels = equation.outvars[0].aval.shape
-    strides, padding = equation.params['window_strides'], equation.params['padding']
+    strides = equation.params['window_strides']
+    padding = equation.params['padding']
     total = batch * channels * kernel[-2]
     for axis, count in enumerate(outputs):
         starts = strides[axis] * np.arange(count)[:, None] - padding[axis][0]
@@ -258,6 +271,7 @@ def _count_convolution(equation: Any) -> int:
 
 def apply_final_norm(config: ViTConfig, params: Params, tokens: Tokens) -> Tokens:
     """Applies the final norm of a model to the tokens of any block, in float32."""
-    kind = nn.RMSNorm if config.norm == 'rms' else nn.LayerNorm
-    place = params if config.final_norm == 'after_pool' else params['encoder']
-    return kind(epsilon=config.layer_norm_epsilon).apply({'params': place['norm']}, tokens)
+    norm_class = nn.RMSNorm if config.norm == 'rms' else nn.LayerNorm
+    norm = norm_class(epsilon=config.layer_norm_epsilon)
+    module_params = params if config.final_norm == 'after_pool' else params['encoder']
+    return norm.apply({'params': module_params['norm']}, tokens)

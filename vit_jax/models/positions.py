@@ -20,7 +20,7 @@ Tokens = Float[Array, 'b n d']
 Heads = Float[Array, 'b _ h k']
 Grid = tuple[int, int]  # patches in (height, width)
 Table = Float[Array | np.ndarray, '1 m d']  # embeddings of class tokens and patches
-Kept = Int[Array, 'b p']  # indices of the patches that PatchDropout keeps, in ascending order
+KeptPatches = Int[Array, 'b p']  # indices of the patches that are encoded, in ascending order
 # `learned` is the paper's, with one vector per position in the sequence. `learned2d` concatenates
 # two vectors of half the width, one per column and one per row. `relative` has one vector per
 # offset between two positions, whose product with the query is added to the logit (appendix D.4).
@@ -57,7 +57,8 @@ def make_table(
     Returns:
       The embeddings, or None for a kind that is not added to tokens.
     """
-    normal, (rows, columns) = nn.initializers.normal(0.02), grid
+    normal = nn.initializers.normal(0.02)
+    rows, columns = grid
     padding = (0, 0), (class_tokens, 0), (0, 0)  # zeros for class tokens
     match kind:
         case 'learned' | 'learned_rope':
@@ -65,7 +66,7 @@ def make_table(
         case 'learned2d':
             x = param('pos_embedding_x', normal, (1, columns, width // 2))
             y = param('pos_embedding_y', normal, (1, rows, width // 2))
-            halves = jnp.tile(x, (1, rows, 1)), jnp.repeat(y, columns, axis=1)
+            halves = [jnp.tile(x, (1, rows, 1)), jnp.repeat(y, columns, axis=1)]
             return jnp.pad(jnp.concatenate(halves, axis=-1), padding)
         case 'sincos2d':
             return np.pad(sincos2d(grid, width)[None], padding)
@@ -76,63 +77,73 @@ class SharedPositions(NamedTuple):
     """Position data that all blocks share."""
 
     table: Table | None  # embeddings that every block adds; None: nothing is added
-    kept: Kept | None  # None: all patches
+    kept_patches: KeptPatches | None  # None: all patches
 
 
-def draw_kept(key: Key[Array, ''], shape: tuple[int, int], count: int) -> Kept:
+def draw_kept(key: Key[Array, ''], shape: tuple[int, int], count: int) -> KeptPatches:
     """Draws which `count` patches each example keeps; `shape` is (examples, patches)."""
     return select_kept(jax.random.uniform(key, shape), count)
 
 
-def select_kept(noise: Float[Array, 'b n'], count: int) -> Kept:
+def select_kept(noise: Float[Array, 'b n'], count: int) -> KeptPatches:
     """Returns the `count` patches of each example with the lowest noise."""
     return jnp.sort(jnp.argsort(noise, axis=1)[:, :count], axis=1)
 
 
 def keep_patches(
-    tokens: Float[Array | np.ndarray, '_ n ...'], kept: Kept, before: int
+    tokens: Float[Array | np.ndarray, '_ n ...'], kept_patches: KeptPatches, num_prefix: int
 ) -> Float[Array, 'b m ...']:
-    """Selects the kept patches of each example; other tokens stay.
+    """Selects the kept patches of each example; the tokens before the patches stay.
 
     Args:
       tokens: Tokens of each example, or a table (1 n ...) for all examples.
-      kept: Indices of the patches to keep.
-      before: Number of tokens before the patches.
+      kept_patches: Indices of the patches to keep.
+      num_prefix: Number of tokens before the patches.
     """
     tokens = jnp.asarray(tokens)
-    index = kept.reshape(kept.shape + (1,) * (tokens.ndim - 2))
-    patches = jnp.take_along_axis(tokens[:, before:], index, axis=1)
-    rest = jnp.broadcast_to(tokens[:, :before], (len(kept), before, *tokens.shape[2:]))
-    return jnp.concatenate([rest, patches], axis=1)
+    index = kept_patches.reshape(kept_patches.shape + (1,) * (tokens.ndim - 2))
+    patches = jnp.take_along_axis(tokens[:, num_prefix:], index, axis=1)
+    prefix_shape = len(kept_patches), num_prefix, *tokens.shape[2:]
+    prefix = jnp.broadcast_to(tokens[:, :num_prefix], prefix_shape)
+    return jnp.concatenate([prefix, patches], axis=1)
 
 
 def restore_patches(
-    patches: Float[Array, 'b p d'], kept: Kept, other: Float[Array, 'b 1 d'], count: int
+    patches: Float[Array, 'b p d'],
+    kept_patches: KeptPatches,
+    other: Float[Array, 'b 1 d'],
+    count: int,
 ) -> Float[Array, 'b n d']:
     """Inverts `keep_patches`: puts kept patches in their places, and `other` in all other places.
 
     `count` is the number of all patches.
     """
-    is_kept = (kept[:, :, None] == jnp.arange(count)).any(axis=1)
+    is_kept = (kept_patches[:, :, None] == jnp.arange(count)).any(axis=1)
     rank = jnp.cumsum(is_kept, axis=1) - 1
-    index = jnp.where(is_kept, rank, kept.shape[1])
+    index = jnp.where(is_kept, rank, kept_patches.shape[1])
     return jnp.take_along_axis(jnp.concatenate([patches, other], axis=1), index[..., None], axis=1)
 
 
-def add(tokens: Tokens, table: Table | None, class_tokens: int, kept: Kept | None = None) -> Tokens:
+def add(
+    tokens: Tokens,
+    table: Table | None,
+    class_tokens: int,
+    kept_patches: KeptPatches | None = None,
+) -> Tokens:
     """Adds positions to tokens (equation 1), except to registers.
 
     Args:
       tokens: The first `class_tokens` tokens are class tokens, then registers, then patches.
       table: Embeddings of class tokens and all patches; None: nothing is added.
       class_tokens: Number of class tokens.
-      kept: Numbers of the patches in `tokens`; None: all.
+      kept_patches: Indices of the patches in `tokens`; None: all.
     """
     if table is None:
         return tokens
-    if kept is not None:
-        table = keep_patches(table, kept, class_tokens)
-    if registers := tokens.shape[1] - table.shape[1]:
+    if kept_patches is not None:
+        table = keep_patches(table, kept_patches, class_tokens)
+    registers = tokens.shape[1] - table.shape[1]
+    if registers:
         zeros = jnp.zeros((len(table), registers, table.shape[2]), table.dtype)
         table = jnp.concatenate([table[:, :class_tokens], zeros, table[:, class_tokens:]], axis=1)
     return tokens + jnp.asarray(table).astype(tokens.dtype)
@@ -146,7 +157,8 @@ def sincos2d(grid: Grid, width: int) -> Float[np.ndarray, 'n d']:
     """
     y, x = np.mgrid[: grid[0], : grid[1]]
     frequencies = 10_000.0 ** -np.linspace(0, 1, width // 4)
-    x, y = x.reshape(-1, 1) * frequencies, y.reshape(-1, 1) * frequencies
+    x = x.reshape(-1, 1) * frequencies
+    y = y.reshape(-1, 1) * frequencies
     return np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1).astype(np.float32)
 
 
@@ -175,12 +187,13 @@ def make_angles(
         return np.pad(patches, ((class_tokens + registers, 0), (0, 0)))
     side = np.arange(math.isqrt(registers))
     rows, columns = map(np.arange, grid)
-    parts = (
-        np.zeros((class_tokens, head_size)),
-        _grid_angles(side, side, head_size, base=100),
-        _grid_angles(rows, columns, head_size, base=10_000),
+    return np.concatenate(
+        [
+            np.zeros((class_tokens, head_size)),
+            _grid_angles(side, side, head_size, base=100),
+            _grid_angles(rows, columns, head_size, base=10_000),
+        ]
     )
-    return np.concatenate(parts)
 
 
 def _grid_angles(
@@ -193,32 +206,35 @@ def _grid_angles(
     1/base, exclusive.
     """
     frequencies = float(base) ** (-np.arange(head_size // 4) * 4 / head_size)
-    places = np.meshgrid(y, x, indexing='ij')
-    return np.concatenate([place.reshape(-1, 1) * frequencies for place in 2 * places], axis=1)
+    y, x = (side.reshape(-1, 1) for side in np.meshgrid(y, x, indexing='ij'))
+    half = np.concatenate([y * frequencies, x * frequencies], axis=1)
+    return np.concatenate([half, half], axis=1)
 
 
 def rotate(
     heads: Sequence[Heads],
     angles: Float[np.ndarray, 'm k'],
-    kept: Kept | None = None,
-    before: int = 0,
+    kept_patches: KeptPatches | None = None,
+    num_prefix: int = 0,
 ) -> list[Heads]:
     """Rotates queries and keys by the angles of their positions (RoPE).
 
     Args:
       heads: Arrays of queries or keys, of all tokens or of the leading ones.
       angles: Angles of all tokens (see `make_angles`).
-      kept: Numbers of the patches in `heads`; None: all.
-      before: Number of tokens before the patches.
+      kept_patches: Indices of the patches in `heads`; None: all.
+      num_prefix: Number of tokens before the patches.
     """
-    cos, sin = (f(angles)[None, :, None].astype(np.float32) for f in (np.cos, np.sin))
-    if kept is not None:
-        cos, sin = (keep_patches(table, kept, before) for table in (cos, sin))
+    cos = np.cos(angles)[None, :, None].astype(np.float32)
+    sin = np.sin(angles)[None, :, None].astype(np.float32)
+    if kept_patches is not None:
+        cos = keep_patches(cos, kept_patches, num_prefix)
+        sin = keep_patches(sin, kept_patches, num_prefix)
 
     def rotate_one(x: Heads) -> Heads:
         first, second = jnp.split(x, 2, axis=-1)
+        quarter_turn = jnp.concatenate([-second, first], axis=-1)
         n = x.shape[1]
-        turned = jnp.concatenate([-second, first], axis=-1)
-        return (x * cos[:, :n] + turned * sin[:, :n]).astype(x.dtype)
+        return (x * cos[:, :n] + quarter_turn * sin[:, :n]).astype(x.dtype)
 
     return [rotate_one(x) for x in heads]

@@ -181,6 +181,10 @@ def test_removed_patches_are_not_seen():
     [
         ({'objective': MaskedAutoencoder(fraction=0.99)}, 'fraction=0.99: 0 of 4 patches'),
         ({'model': tiny.model(num_classes=None, pool='map')}, 'pool=map'),
+        (
+            {'model': tiny.model(num_classes=None, pool='cls_gap', final_norm='after_pool')},
+            'pool=cls_gap',
+        ),
         ({'model': tiny.model(num_classes=10)}, 'num_classes=10: not used'),
         ({'metrics': ('auroc',)}, 'metrics: not supported with objective'),
         ({'reuse_head': True}, 'reuse_head: not supported with objective'),

@@ -30,6 +30,7 @@ from vit_jax.models.taps import COLLECTION, tap, tap_array
 M = TypeVar('M')
 Images = Float[Array, 'b h w c']
 FirstTokens = Float[Array, 'b r d']
+LearnedTokens = Float[Array | np.ndarray, '1 _ d']
 Queries = Float[Array, 'b q h k']
 Keys = Float[Array, 'b n h k']
 # logits; features: input of the head; patches: outputs of each patch; tokens: encoded tokens
@@ -329,7 +330,7 @@ class Encoder(ViTModule):
         return self.is_initializing() or has_taps or self.compute.last_block == 'whole'
 
     def _stack_blocks(self) -> Callable[..., tuple[Tokens, None]]:
-        """Makes a module that applies all blocks, `compute.unroll` of them per iteration."""
+        """Makes a module that applies all blocks in a loop, `compute.unroll` per iteration."""
         unroll = min(int(self.compute.unroll), self.config.depth)
         blocks = nn.scan(
             apply_remat(Block, self.compute, in_loop=unroll == 1, wrap=nn.remat),
@@ -428,7 +429,7 @@ class ViT(ViTModule):
             x = self.normalize(x, 'pre_norm')
         return tap_array(self, 'embedding', x), kept_patches
 
-    def _class_tokens(self) -> list[Float[Array | np.ndarray, '1 _ d']]:
+    def _class_tokens(self) -> list[LearnedTokens]:
         """Makes the class tokens; the second of two is DeiT's distillation token."""
         zeros = nn.initializers.zeros
         count = self.config.num_class_tokens
@@ -455,7 +456,7 @@ class ViT(ViTModule):
         return x.astype(jnp.float32)
 
 
-def tile_over_batch(tokens: Float[Array | np.ndarray, '1 r d'], like: Tokens) -> FirstTokens:
+def tile_over_batch(tokens: LearnedTokens, like: Tokens) -> FirstTokens:
     """Repeats learned tokens for each image of a batch."""
     return jnp.tile(tokens.astype(like.dtype), (like.shape[0], 1, 1))
 
@@ -531,8 +532,8 @@ def run_blocks_for_first_tokens(
     stacked = encoder.variables['params']['block'], constants
     depths = {len(leaf) for leaf in jax.tree.leaves(stacked)}
     if depths != {depth}:
-        text = f'encoder/block: parameters of {max(depths)} blocks; expected {depth} blocks'
-        raise UserError(text)
+        expected = f'expected {depth} blocks'
+        raise UserError(f'encoder/block: parameters of {max(depths)} blocks; {expected}')
     block = encoder.child(Block, parent=None)
     last_block = encoder.child(Block, parent=None, num_tokens_read=num_tokens_read)
 

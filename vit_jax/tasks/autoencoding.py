@@ -79,6 +79,11 @@ def check_autoencoder(model: ModelConfig, config: MaskedAutoencoder) -> None:
             'config.model.pool=map: config.objective does not train its attention; '
             'set pool to cls or gap'
         )
+    if model.final_norm == 'after_pool' and model.pool in ('cls_gap', 'cls_dist'):
+        raise UserError(
+            f'config.model.pool={model.pool}: its final norm is of another width than the tokens; '
+            'set final_norm=before_pool'
+        )
     if model.positions == 'relative':
         raise UserError('config.model.positions=relative: not supported with config.objective')
     patches = math.prod(model.grid)

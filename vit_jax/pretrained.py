@@ -80,9 +80,13 @@ class LoadedModel:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LoadedModel):
             return NotImplemented
-        one, two = (tree_names.named_leaves(each.params) for each in (self, other))
-        same = (self.card, self.compute, one.keys()) == (other.card, other.compute, two.keys())
-        return same and all(np.array_equal(leaf, two[name]) for name, leaf in one.items())
+        if self.card != other.card or self.compute != other.compute:
+            return False
+        ours = tree_names.named_leaves(self.params)
+        theirs = tree_names.named_leaves(other.params)
+        return ours.keys() == theirs.keys() and all(
+            np.array_equal(leaf, theirs[name]) for name, leaf in ours.items()
+        )
 
     def __hash__(self) -> int:
         return hash(repr(self.card))
@@ -110,9 +114,11 @@ class LoadedModel:
     def model(self) -> Model:
         """The model's functions. Raises UserError for a custom head whose function is missing."""
         head = self.config.head
-        expected = 'pass it with load(..., head=FUNCTION), or --head=FILE.py:FUNCTION'
-        custom = f'the head is the function {getattr(head, "name", "")}, not part of the checkpoint'
-        require(not isinstance(head, records.UnresolvedFunction), f'{custom}; {expected}')
+        if isinstance(head, records.UnresolvedFunction):
+            raise UserError(
+                f'the head is the function {head.name}, not part of the checkpoint; '
+                'pass it with load(..., head=FUNCTION), or --head=FILE.py:FUNCTION'
+            )
         return build(self.config, compute=self.compute)
 
     def with_params(
@@ -125,8 +131,9 @@ class LoadedModel:
           class_names: The new class names; None: the old ones.
           loss: The loss of the new training (see `Card`); None: the old one.
         """
-        new, old = (tree_names.named_leaves(each) for each in (params, self.params))
-        tree_names.compare_leaves(new, old, where='params')
+        tree_names.compare_leaves(
+            tree_names.named_leaves(params), tree_names.named_leaves(self.params), where='params'
+        )
         card = self.card
         if class_names is not None:
             card = dataclasses.replace(card, class_names=tuple(class_names))
@@ -172,14 +179,22 @@ class LoadedModel:
         Names are compared if the model and the classes have names other than numbers.
         """
         self.require_head()
-        count, numbers = self.config.num_classes, tuple(map(str, range(len(names))))
-        wrong = f'the checkpoint has {count} classes; expected the {len(names)} classes of the data'
-        require(count == len(names), wrong)
-        same = match_names(names, self.class_names)
-        has_names = self.class_names not in ((), numbers) and tuple(names) != numbers
-        for name, own in zip(names, self.class_names if has_names else (), strict=False):
-            wrong = f'the checkpoint has the class {own!r} where the data has {name!r}'
-            require(same.get(name) == own, f'{wrong}; expected the same classes in the same order')
+        num_classes = self.config.num_classes
+        require(
+            num_classes == len(names),
+            f'the checkpoint has {num_classes} classes; '
+            f'expected the {len(names)} classes of the data',
+        )
+        numbers = tuple(str(number) for number in range(len(names)))
+        if self.class_names in ((), numbers) or tuple(names) == numbers:
+            return
+        own_names = match_names(names, self.class_names)
+        for name, own in zip(names, self.class_names, strict=False):
+            require(
+                own_names.get(name) == own,
+                f'the checkpoint has the class {own!r} where the data has {name!r}; '
+                'expected the same classes in the same order',
+            )
 
     def preprocess(self, image: Any) -> Float[np.ndarray, 'h w c']:
         """Decodes, resizes, crops and normalizes an image for the model.
@@ -191,11 +206,14 @@ class LoadedModel:
         Raises:
           UserError: For any other value, or if the model does not take 3 channels.
         """
-        channels = f'the model takes {self.config.channels} channels, but `preprocess` returns 3'
-        require(self.config.channels == 3, f'{channels}; normalize the images in your own code')
+        require(
+            self.config.channels == 3,
+            f'the model takes {self.config.channels} channels, but `preprocess` returns 3; '
+            'normalize the images in your own code',
+        )
         decoded = _decode_image(image, exif_rotation=self.preprocessing.exif_rotation)
-        cut = self.preprocessing.crop(decoded, self.config.image_size, None)
-        return np.asarray(normalize(cut, self.preprocessing))
+        cropped = self.preprocessing.crop(decoded, self.config.image_size, None)
+        return np.asarray(normalize(cropped, self.preprocessing))
 
     def logits(self, images: Array | np.ndarray) -> Float[Array | np.ndarray, '...']:
         """Returns the output of the head, (b k). Raises UserError if there is no trained head."""
@@ -244,18 +262,29 @@ class LoadedModel:
 
     def _check_images(self, images: Array | np.ndarray) -> Float[Array, 'b h w c']:
         """Returns images as float32. Raises UserError for images that are not preprocessed."""
-        is_array = isinstance(images, jax.Array | np.ndarray)
-        kind = f'{images.dtype}{list(images.shape)}' if is_array else type(images).__name__
-        fits = is_array and images.ndim == 4 and jnp.issubdtype(images.dtype, jnp.floating)
-        expected = 'floats of shape (b, h, w, c), as returned by `preprocess`'
-        require(fits and len(images) > 0, f'images: got {kind}; expected {expected}')
+        are_floats = (
+            isinstance(images, jax.Array | np.ndarray)
+            and images.ndim == 4
+            and jnp.issubdtype(images.dtype, jnp.floating)
+            and len(images) > 0
+        )
+        require(
+            are_floats,
+            f'images: got {_describe_type(images)}; '
+            'expected floats of shape (b, h, w, c), as returned by `preprocess`',
+        )
         if isinstance(images, jax.core.Tracer):
             return images.astype(jnp.float32)
-        how, largest = self.preprocessing, max(float(images.max()), -float(images.min()))
-        scaled = [(v - m) / s for v in (0, 255) for m, s in zip(how.mean, how.std, strict=True)]
-        text = f'images: got values up to {largest:g}; expected {min(scaled):g} to {max(scaled):g}'
-        fits = largest <= _HEADROOM * max(map(abs, scaled))
-        require(fits, f'{text}, as returned by `preprocess`')
+        mean = np.asarray(self.preprocessing.mean)
+        std = np.asarray(self.preprocessing.std)
+        low = float(((0 - mean) / std).min())
+        high = float(((255 - mean) / std).max())
+        largest = max(float(images.max()), -float(images.min()))
+        require(
+            largest <= _HEADROOM * max(abs(low), abs(high)),
+            f'images: got values up to {largest:g}; expected {low:g} to {high:g}, '
+            'as returned by `preprocess`',
+        )
         return jnp.asarray(images, jnp.float32)
 
     @functools.cached_property
@@ -265,22 +294,26 @@ class LoadedModel:
             'probabilities': lambda *values: self.card.probabilities(self.model.apply(*values)),
             'features': self.model.features,
         }
-        if getattr(self.config, 'pool', None) == 'cls_dist':  # two tokens, concatenated
-            features = self.model.features
-            functions['features'] = lambda *xs: jnp.add(*jnp.split(features(*xs), 2, axis=1)) / 2
+        if getattr(self.config, 'pool', None) == 'cls_dist':
+            functions['features'] = self._mean_features
+
         # XLA computes the common part of the outputs once.
-        return jax.jit(
-            with_highest_precision(
-                lambda p, images, names: tuple(functions[n](p, images) for n in names)
-            ),
-            static_argnums=2,
-        )
+        def outputs(params: Params, images: Any, names: tuple[OutputName, ...]) -> Any:
+            return tuple(functions[name](params, images) for name in names)
+
+        return jax.jit(with_highest_precision(outputs), static_argnums=2)
+
+    def _mean_features(self, params: Params, images: Any) -> Array:
+        """Returns the mean of the features of both heads, which the model concatenates."""
+        class_token, dist_token = jnp.split(self.model.features(params, images), 2, axis=1)
+        return (class_token + dist_token) / 2
 
     @functools.cached_property
     def _capture(self) -> Callable[..., Any]:
         def capture(params: Params, images: Any, wanted: tuple[Any, ...]) -> Any:
-            functions = all(isinstance(one, tuple) for one in wanted)
-            return self.model.capture(params, images, dict(wanted) if functions else wanted)[1]
+            is_mapping = all(isinstance(item, tuple) for item in wanted)
+            _, captured = self.model.capture(params, images, dict(wanted) if is_mapping else wanted)
+            return captured
 
         return jax.jit(with_highest_precision(capture), static_argnums=2)
 
@@ -322,19 +355,27 @@ def load(
     Raises:
       UserError: If the checkpoint is missing (MissingFile), or cannot be read or changed.
     """
-    path, size = os.fspath(path), _pair(image_size)
+    path = os.fspath(path)
+    size = _pair(image_size)
     hints = Hints(
         grid=_pair(grid), num_heads=num_heads, gelu=gelu, layer_norm_epsilon=layer_norm_epsilon
     )
     checkpoint = opening.open_checkpoint(path, hints, image_size=size)
     if head is not None:
         checkpoint = _attach_head(checkpoint, head)
-    card, old = checkpoint.card, checkpoint.card.model
-    is_resnet = patch_size is not None and not isinstance(old, ViTConfig)
-    require(not is_resnet, f'patch_size={patch_size}: a ResNet has no patches')
-    changes: dict[str, Any] = {'patch_size': _pair(patch_size), 'channels': channels}
-    changes['image_size'] = None if size == 'stored' else size
-    changes = {name: value for name, value in changes.items() if value is not None}
+    card = checkpoint.card
+    old = card.model
+    require(
+        patch_size is None or isinstance(old, ViTConfig),
+        f'patch_size={patch_size}: a ResNet has no patches',
+    )
+    changes: dict[str, Any] = {}
+    if patch_size is not None:
+        changes['patch_size'] = _pair(patch_size)
+    if channels is not None:
+        changes['channels'] = channels
+    if size not in (None, 'stored'):
+        changes['image_size'] = size
     if num_classes not in ('keep', old.num_classes):
         changes |= {'num_classes': num_classes, 'head': 'linear', 'head_bias': 0.0}
     new = dataclasses.replace(old, **changes)
@@ -400,8 +441,10 @@ def save(
     path = os.fspath(path)
     remote.require_local(path)
     format = writing.format_for(path, format, loaded.format)
-    is_free = overwrite or writing.is_free(path)
-    require(is_free, f'{path}: exists already; pass overwrite=True to replace it')
+    require(
+        overwrite or writing.is_free(path),
+        f'{path}: exists already; pass overwrite=True to replace it',
+    )
     layout = loaded.layout if format == loaded.format else None
     return writing.write_checkpoint(
         path, format, card=loaded.card, params=loaded.params, layout=layout, dtype=dtype
@@ -412,11 +455,13 @@ def _attach_head(
     checkpoint: opening.Checkpoint, head: Callable[[int], Any] | str | os.PathLike[str]
 ) -> opening.Checkpoint:
     """Returns the checkpoint with another head. Raises UserError if the head does not fit."""
-    old, params, where = checkpoint.card.model, checkpoint.read(), f'{checkpoint.path}: head'
+    params = checkpoint.read()
     if not callable(head):
         card, params = transfer.with_class_vectors(checkpoint.card, params, os.fspath(head))
         lines = [*checkpoint.report, f'head: {card.model.num_classes} class vectors from {head}']
         return checkpoint._replace(card=card, read=lambda: params, report=lines)
+    old = checkpoint.card.model
+    where = f'{checkpoint.path}: head'
     require(old.num_classes is not None, f'{where}: the checkpoint has no head')
     is_custom = isinstance(old.head, records.UnresolvedFunction)
     require(is_custom, f'{where}: the checkpoint has a {old.head} head; leave out head=FUNCTION')
@@ -448,13 +493,25 @@ def _decode_image(image: Any, *, exif_rotation: bool) -> UInt8[np.ndarray, 'h w 
         return decode(image, exif_rotation=exif_rotation)
     if isinstance(image, Image.Image):
         return decode_pillow(image, exif_rotation=exif_rotation)
-    is_array = isinstance(image, np.ndarray | jax.Array)
-    kind = f'{image.dtype}{list(image.shape)}' if is_array else type(image).__name__
-    fits = is_array and image.dtype == np.uint8 and image.size > 0
-    fits = fits and (image.ndim == 2 or image.ndim == 3 and image.shape[2] in (1, 3))
-    expected = 'a path, bytes, a PIL image, or a uint8 array (h w), (h w 1) or (h w 3)'
-    require(fits, f'image: got {kind}; expected {expected}')
+    is_uint8_image = (
+        isinstance(image, np.ndarray | jax.Array)
+        and image.dtype == np.uint8
+        and image.size > 0
+        and (image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3)))
+    )
+    require(
+        is_uint8_image,
+        f'image: got {_describe_type(image)}; expected a path, bytes, a PIL image, '
+        'or a uint8 array (h w), (h w 1) or (h w 3)',
+    )
     return decode(np.asarray(image), exif_rotation=exif_rotation)
+
+
+def _describe_type(value: Any) -> str:
+    """Describes dtype and shape of an array, or the type of another value."""
+    if isinstance(value, np.ndarray | jax.Array):
+        return f'{value.dtype}{list(value.shape)}'
+    return type(value).__name__
 
 
 def _pair(size: Any) -> Any:

@@ -261,23 +261,27 @@ def test_only_the_first_moment_is_kept_in_bfloat16_when_asked(kind):
 @pytest.mark.parametrize(
     'config, values, name',
     [
-        (OptimizerConfig, {'momentum': 0.9}, 'momentum=0.9: kind=adamw'),
-        (OptimizerConfig, {'kind': 'sgd', 'b2': 0.9}, 'b2=0.9: kind=sgd'),
+        (OptimizerConfig, {'momentum': 0.9}, 'momentum=0.9: .* got kind=adamw'),
+        (OptimizerConfig, {'kind': 'sgd', 'b2': 0.9}, 'b2=0.9: .* got kind=sgd'),
         (OptimizerConfig, {'clip_norm': -1.0}, 'clip_norm=-1.0'),
-        (OptimizerConfig, {'kind': 'lamb', 'momentum': 0.9}, 'momentum=0.9: kind=lamb'),
-        (OptimizerConfig, {'kind': optax.lion, 'b1': 0.9}, 'b1=0.9: kind=optax'),
+        (OptimizerConfig, {'kind': 'lamb', 'momentum': 0.9}, 'momentum=0.9: .* got kind=lamb'),
+        (OptimizerConfig, {'kind': optax.lion, 'b1': 0.9}, 'b1=0.9: .* got kind=optax'),
         (
             OptimizerConfig,
             {'kind': optax.lion, 'weight_decay': 0.1},
-            'weight_decay=0.1: kind=optax',
+            'weight_decay=0.1: .* got kind=optax',
         ),
         (
             OptimizerConfig,
             {'kind': optax.lion, 'moment_dtype': 'bfloat16'},
             'moment_dtype=bfloat16',
         ),
-        (ScheduleConfig, {'linear_end': 0.0}, 'linear_end=0.0: kind=cosine'),
-        (ScheduleConfig, {'rsqrt_timescale': Duration(steps=5)}, 'rsqrt_timescale: kind=cosine'),
+        (ScheduleConfig, {'linear_end': 0.0}, 'linear_end=0.0: .* got kind=cosine'),
+        (
+            ScheduleConfig,
+            {'rsqrt_timescale': Duration(steps=5)},
+            'rsqrt_timescale: .* got kind=cosine',
+        ),
         (ScheduleConfig, {'learning_rate': float('inf')}, 'learning_rate=inf'),
     ],
 )

@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,19 +43,29 @@ from vit_jax.base import (
 from vit_jax.data.image_preprocessing import Crop, InceptionCrop, Preprocessing, Size
 from vit_jax.data.three_augment import apply_color_jitter, apply_three_augment
 
-# RandAugment's layers and magnitude, and MixUp's alpha ("How to train your ViT?", AugReg).
+
+class AugregLevel(NamedTuple):
+    """RandAugment and MixUp of "How to train your ViT?" (AugReg)."""
+
+    layers: int  # of RandAugment
+    magnitude: float  # of RandAugment
+    mixup: float  # alpha of MixUp
+
+
 AUGREG_LEVELS = {
-    'none': (0, 0.0, 0.0),
-    'light1': (2, 0.0, 0.0),
-    'light2': (2, 10.0, 0.2),
-    'medium1': (2, 15.0, 0.2),
-    'medium2': (2, 15.0, 0.5),
-    'strong1': (2, 20.0, 0.5),
-    'strong2': (2, 20.0, 0.8),
+    'none': AugregLevel(layers=0, magnitude=0.0, mixup=0.0),
+    'light1': AugregLevel(layers=2, magnitude=0.0, mixup=0.0),
+    'light2': AugregLevel(layers=2, magnitude=10.0, mixup=0.2),
+    'medium1': AugregLevel(layers=2, magnitude=15.0, mixup=0.2),
+    'medium2': AugregLevel(layers=2, magnitude=15.0, mixup=0.5),
+    'strong1': AugregLevel(layers=2, magnitude=20.0, mixup=0.5),
+    'strong2': AugregLevel(layers=2, magnitude=20.0, mixup=0.8),
 }
 Image = UInt8[Array, 'h w 3']
 Index = Int[Array, '']
-_ERASED_AREA, _ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
+# Ranges of the area, as a fraction of the image, and of the aspect ratio of erased rectangles.
+_ERASED_AREA = (0.02, 1 / 3)
+_ERASED_ASPECT = (0.3, 1 / 0.3)
 # A custom augmentation (key, batch) -> batch. The images are uint8 and already cropped. The key is
 # the same at every step: derive keys with `example_keys(key, batch)`. The function may return float
 # images of 0 to 255, and labels as rows (b k).
@@ -69,7 +79,8 @@ OPERATIONS = tuple(
 )
 GRAY = 128  # fill value of pixels without a source
 _SIDE = 224  # image side to which the following lengths refer
-_TRANSLATE, _CUTOUT = 100, 40  # shift, and half the side of the square, in pixels at magnitude 10
+_TRANSLATE = 100  # shift in pixels at magnitude 10
+_CUTOUT = 40  # half the side of the square in pixels at magnitude 10
 _LUMINANCE = 0.2989, 0.587, 0.114
 
 
@@ -125,9 +136,13 @@ def augreg(level: str) -> Augmentation:
     Raises:
       KeyError: If the level is unknown.
     """
-    layers, magnitude, mixup = AUGREG_LEVELS[level]
-    strength = RandAugment(layers=layers, magnitude=magnitude, contrast='pixel_count')
-    return Augmentation(crop=InceptionCrop(), flip=True, randaugment=strength, mixup=mixup)
+    values = AUGREG_LEVELS[level]
+    randaugment = RandAugment(
+        layers=values.layers, magnitude=values.magnitude, contrast='pixel_count'
+    )
+    return Augmentation(
+        crop=InceptionCrop(), flip=True, randaugment=randaugment, mixup=values.mixup
+    )
 
 
 def host_crop(augmentation: Augmentation | AugmentFunction, preprocessing: Preprocessing) -> Crop:
@@ -198,21 +213,23 @@ def _augment_image(key: Key[Array, ''], image: Image, config: Augmentation) -> I
 def _erase(key: Key[Array, ''], image: Image, probability: Scalar) -> Image:
     """Replaces a rectangle of random area, aspect ratio and position by noise."""
     size = image.shape[0], image.shape[1]
-    coin, area_key, aspect_key, place, noise = jax.random.split(key, 5)
-    least, most = _ERASED_AREA
-    area = math.prod(size) * jax.random.uniform(area_key, (), minval=least, maxval=most)
+    is_erased_key, area_key, aspect_key, corner_key, noise_key = jax.random.split(key, 5)
+    min_area, max_area = _ERASED_AREA
+    area = math.prod(size) * jax.random.uniform(area_key, (), minval=min_area, maxval=max_area)
     low, high = jnp.log(jnp.asarray(_ERASED_ASPECT))
     aspect = jnp.exp(jax.random.uniform(aspect_key, (), minval=low, maxval=high))
     sides = jnp.sqrt(jnp.stack([area * aspect, area / aspect]))
     sides = jnp.minimum(jnp.rint(sides), jnp.asarray(size))
-    corner = jnp.floor(jax.random.uniform(place, (2,)) * (jnp.asarray(size) - sides + 1))
-    hidden = _box_mask(corner, corner + sides, size) & jax.random.bernoulli(coin, probability)
-    return jnp.where(hidden[..., None], jax.random.bits(noise, image.shape, jnp.uint8), image)
+    corner = jnp.floor(jax.random.uniform(corner_key, (2,)) * (jnp.asarray(size) - sides + 1))
+    is_erased = jax.random.bernoulli(is_erased_key, probability)
+    hidden = _box_mask(corner, corner + sides, size) & is_erased
+    noise = jax.random.bits(noise_key, image.shape, jnp.uint8)
+    return jnp.where(hidden[..., None], noise, image)
 
 
 def _draw_own_weight(key: Key[Array, ''], config: Augmentation, size: Size) -> Float[Array, 'h w']:
     """Draws an image's own weight per pixel: constant for MixUp, 0 in a box for CutMix."""
-    mixup_key, cutmix_key, place, coin = jax.random.split(key, 4)
+    mixup_key, cutmix_key, center_key, coin_key = jax.random.split(key, 4)
     if not is_off(config.mixup):
         own = jax.random.beta(mixup_key, config.mixup, config.mixup)
         # At least 1/2, because otherwise two neighbors could become the same image.
@@ -220,13 +237,13 @@ def _draw_own_weight(key: Key[Array, ''], config: Augmentation, size: Size) -> F
     if not is_off(config.cutmix):
         cut = 1 - jax.random.beta(cutmix_key, config.cutmix, config.cutmix)
         half = jnp.sqrt(cut) * jnp.asarray(size) / 2
-        center = jax.random.uniform(place, (2,)) * jnp.asarray(size)
+        center = jax.random.uniform(center_key, (2,)) * jnp.asarray(size)
         pasted = 1.0 - _box_mask(jnp.rint(center - half), jnp.rint(center + half), size)
     if is_off(config.mixup):
         return pasted
     if is_off(config.cutmix):
         return mixed
-    return jnp.where(jax.random.bernoulli(coin), mixed, pasted)
+    return jnp.where(jax.random.bernoulli(coin_key), mixed, pasted)
 
 
 def _mix(values: Float[Array, 'b ...'], own: Float[Array, 'b ...']) -> Float[Array, 'b ...']:
@@ -277,11 +294,15 @@ def _warp(image: Image, operation: Index, level: Float[Array, '']) -> Image:
     shift_y = jnp.where(_is(operation, 'translate_y'), _TRANSLATE / _SIDE * height * level, 0.0)
 
     y, x = jnp.meshgrid(jnp.arange(height) * 1.0, jnp.arange(width) * 1.0, indexing='ij')
-    middle_y, middle_x = (height - 1) / 2, (width - 1) / 2
-    dy, dx = y - middle_y, x - middle_x  # rotations fix the center, shears the top left corner
+    middle_y = (height - 1) / 2
+    middle_x = (width - 1) / 2
+    # Rotations fix the center, shears the top left corner.
+    dy = y - middle_y
+    dx = x - middle_x
     from_x = middle_x + jnp.cos(angle) * dx - jnp.sin(angle) * dy + shear_x * y + shift_x
     from_y = middle_y + jnp.sin(angle) * dx + jnp.cos(angle) * dy + shear_y * x + shift_y
-    row, column = jnp.rint(from_y).astype(int), jnp.rint(from_x).astype(int)
+    row = jnp.rint(from_y).astype(int)
+    column = jnp.rint(from_x).astype(int)
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
     fetched = image[jnp.clip(row, 0, height - 1), jnp.clip(column, 0, width - 1)]
     return jnp.where(inside[..., None], fetched, jnp.uint8(GRAY))
@@ -318,7 +339,8 @@ def _make_lookup_tables(
 
 def _stretch_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
     """Returns the table that maps the smallest value to 0 and the largest to 255."""
-    low, high = values.min().astype(jnp.float32), values.max().astype(jnp.float32)
+    low = values.min().astype(jnp.float32)
+    high = values.max().astype(jnp.float32)
     value = jnp.arange(256)
     stretched = (value - low) * (255 / jnp.maximum(1.0, high - low))
     return jnp.where(high > low, _to_8_bits(stretched), value)
@@ -335,7 +357,8 @@ def _equalize_table(values: UInt8[Array, 'n']) -> Int[Array, '256']:
 
 def _blend(image: Image, operation: Index, factor: float) -> Image:
     """Blends the image with a gray (color) or a smoothed one (sharpness); `factor` 1: unchanged."""
-    is_color, pixels = _is(operation, 'color'), image.astype(jnp.float32)
+    is_color = _is(operation, 'color')
+    pixels = image.astype(jnp.float32)
     other = jnp.where(is_color, _luminance(image)[..., None], _smooth(pixels))
     amount = jnp.where(is_color | _is(operation, 'sharpness'), factor, 1.0)
     return _to_8_bits(other + amount * (pixels - other)).astype(jnp.uint8)

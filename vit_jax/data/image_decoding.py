@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PillowImage
 
 Image = UInt8[np.ndarray, '_ _ 3']
-MAX_PIXELS, MAX_PIXELS_LIMIT = int(Limit.IMAGE_PIXELS), int(Limit.IMAGE_PIXELS_BY_USER)
+MAX_PIXELS = int(Limit.IMAGE_PIXELS)
+MAX_PIXELS_LIMIT = int(Limit.IMAGE_PIXELS_BY_USER)
 # Supported formats, by Pillow's names.
 _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF', 'HEIF'
 # Pillow decodes the other formats: OpenCV multiplies the colors of TIFF by alpha, replaces the
@@ -31,7 +32,11 @@ _FORMATS = 'JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'JPEG2000', 'PPM', 'AVIF
 _BY_OPENCV = 'PNG', 'WEBP'
 _HEIC_BRANDS = b'heic', b'heix', b'heim', b'heis', b'hevc', b'mif1', b'msf1'  # after `ftyp`
 HEIC_REMEDY = 'pip install pillow-heif to read HEIC photos, or convert them to JPEG'
-_ORIENTATION, _BITS, _PHOTOMETRIC, _PLANAR = 0x0112, 258, 262, 284  # EXIF and TIFF tags
+# EXIF and TIFF tags.
+_ORIENTATION = 0x0112
+_BITS = 258
+_PHOTOMETRIC = 262
+_PLANAR = 284
 # An image without any of these bytes has no orientation. TIFF is recognized by its first bytes.
 _MARKS = (
     *(b'Exif\0', b'eXIf', b'EXIF', b'irot', b'imir'),
@@ -40,7 +45,8 @@ _MARKS = (
 _TIFF_STARTS = b'II*\0', b'MM\0*', b'II+\0', b'MM\0+'
 _IN_XMP = re.compile(rb'tiff:Orientation(?:\s*=\s*["\']|(?:\s[^<>]*)?>)\s*([1-8])\b')
 _PNG_ANIMATION = {b'acTL', b'fcTL', b'fdAT'}
-_PNG_START, _PNG_TEXTS = b'\x89PNG\r\n\x1a\n', {b'tEXt', b'zTXt', b'iTXt'}
+_PNG_TEXTS = {b'tEXt', b'zTXt', b'iTXt'}
+_PNG_START = b'\x89PNG\r\n\x1a\n'
 _PNG_END = b'IEND\xaeB`\x82'  # type and checksum of the last chunk
 # Keywords of text chunks of PNG that may hold an orientation.
 _PNG_KEYWORDS = {
@@ -48,7 +54,9 @@ _PNG_KEYWORDS = {
     *(b'Raw profile type ' + x for x in (b'exif', b'APP1', b'xmp')),
 }
 # EXIF orientations for which the stored image is transposed, then has its rows or columns reversed.
-_TRANSPOSED, _ROWS_REVERSED, _COLUMNS_REVERSED = {5, 6, 7, 8}, {3, 4, 7, 8}, {2, 3, 6, 7}
+_TRANSPOSED = {5, 6, 7, 8}
+_ROWS_REVERSED = {3, 4, 7, 8}
+_COLUMNS_REVERSED = {2, 3, 6, 7}
 _INVERSE = {6: 8, 8: 6}  # the other orientations are their own inverse
 Region = tuple[int, int, int, int]  # top, left, height, width
 # Maps the (height, width) of an image to a region, and the factor by which it may be reduced.
@@ -76,8 +84,10 @@ def read_header(stored: bytes, max_pixels: int = MAX_PIXELS) -> Header:
         image = open_with_pillow(_drop_png_metadata(stored) if is_png else stored)
         header = Header(image.format, image.height, image.width)
     if header.height * header.width > max_pixels:
-        size = f'{header.width:,} x {header.height:,} pixels'
-        raise UserError(f'{size}; expected at most {max_pixels:,}; raise max_pixels to read it')
+        raise UserError(
+            f'{header.width:,} x {header.height:,} pixels; expected at most {max_pixels:,}; '
+            'raise max_pixels to read it'
+        )
     return header
 
 
@@ -128,7 +138,9 @@ def open_with_pillow(stored: bytes) -> Any:
         except Exception as error:  # Pillow raises many exception types
             fault = _describe_damage(kind, error)
     is_heic = stored[4:8] == b'ftyp' and stored[8:12] in _HEIC_BRANDS
-    raise UserError(f'a HEIC photo; {HEIC_REMEDY}' if is_heic and 'HEIF' not in formats else fault)
+    if is_heic and 'HEIF' not in formats:
+        fault = f'a HEIC photo; {HEIC_REMEDY}'
+    raise UserError(fault)
 
 
 def _describe_damage(kind: str, error: Exception) -> str:
@@ -163,7 +175,8 @@ def decode(
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
     orientation = read_orientation(stored) if exif_rotation else 1
-    stored = _drop_png_metadata(stored) if stored.startswith(_PNG_START) else stored
+    if stored.startswith(_PNG_START):
+        stored = _drop_png_metadata(stored)
     return apply_orientation(_decode_stored(stored, read_header(stored, max_pixels)), orientation)
 
 
@@ -198,11 +211,14 @@ def decode_pillow(image: 'PillowImage', *, exif_rotation: bool) -> Image:
     Pillow turns a TIFF upright when it loads the pixels. If that has happened before, the stored
     orientation is not known any more.
     """
-    before = read_orientation(image)
+    stored_orientation = read_orientation(image)
     pixels = _to_rgb(image)
-    if (after := read_orientation(image)) != before and not exif_rotation:
-        return apply_orientation(pixels, _INVERSE.get(before, before))
-    return apply_orientation(pixels, after if exif_rotation else 1)
+    orientation = read_orientation(image)
+    if exif_rotation:
+        return apply_orientation(pixels, orientation)
+    if orientation != stored_orientation:  # Pillow has turned the image upright
+        return apply_orientation(pixels, _INVERSE.get(stored_orientation, stored_orientation))
+    return apply_orientation(pixels, 1)
 
 
 def read_orientation(image: 'bytes | PillowImage') -> int:
@@ -215,8 +231,9 @@ def read_orientation(image: 'bytes | PillowImage') -> int:
         if not isinstance(image, bytes):
             return _find_in_pillow(image)
         if image.startswith(_TIFF_STARTS) or any(mark in image for mark in _MARKS):
-            is_png = image.startswith(_PNG_START)
-            return _find_in_png(image) if is_png else _find_in_pillow(open_with_pillow(image))
+            if image.startswith(_PNG_START):
+                return _find_in_png(image)
+            return _find_in_pillow(open_with_pillow(image))
     return 1
 
 
@@ -224,32 +241,39 @@ def _find_in_pillow(image: 'PillowImage') -> int:
     if (orientation := _parse_orientation(image.getexif().get(_ORIENTATION))) is not None:
         return orientation
     for keyword in 'xmp', 'Raw profile type APP1', 'Raw profile type xmp':
-        text = image.info.get(keyword, b'')
-        text = text.encode() if isinstance(text, str) else text
-        text = _parse_profile(text) if keyword.startswith('Raw') and text else text
-        if (orientation := _find_in_metadata(text)) is not None:
+        metadata = image.info.get(keyword, b'')
+        if isinstance(metadata, str):
+            metadata = metadata.encode()
+        if keyword.startswith('Raw') and metadata:
+            metadata = _parse_profile(metadata)
+        if (orientation := _find_in_metadata(metadata)) is not None:
             return orientation
     return 1
 
 
 def _find_in_png(stored: bytes) -> int:
     """Finds the orientation in a PNG without decompressing its pixels and other texts."""
-    metadata = list[bytes]()
-    for kind, start, end in _png_chunks(stored):
-        data = stored[start + 8 : end - 4]
-        if kind == b'eXIf':
+    metadata: list[bytes] = []
+    for chunk in _png_chunks(stored):
+        data = stored[chunk.start + 8 : chunk.end - 4]
+        if chunk.kind == b'eXIf':
             metadata.insert(0, data)
-        elif kind in _PNG_TEXTS and data.partition(b'\0')[0] in _PNG_KEYWORDS:
+        elif chunk.kind in _PNG_TEXTS and data.partition(b'\0')[0] in _PNG_KEYWORDS:
             with contextlib.suppress(Exception):  # of damaged texts
-                metadata.append(_read_png_text(kind, data))
+                metadata.append(_read_png_text(chunk.kind, data))
     return next(filter(None, map(_find_in_metadata, metadata)), 1)
 
 
 def _read_png_text(kind: bytes, data: bytes) -> bytes:
     """Returns the contents of a text chunk of a PNG, up to a limit."""
     keyword, _, text = data.partition(b'\0')
-    is_compressed = kind == b'zTXt' or (kind == b'iTXt' and text[0] == 1)
-    text = text[2:].split(b'\0', 2)[-1] if kind == b'iTXt' else text[kind == b'zTXt' :]
+    is_compressed = False
+    if kind == b'zTXt':  # a byte for the compression method
+        is_compressed = True
+        text = text[1:]
+    elif kind == b'iTXt':  # flag and method of compression, language, translated keyword
+        is_compressed = text[0] == 1
+        text = text[2:].split(b'\0', 2)[-1]
     if is_compressed:
         text = zlib.decompressobj().decompress(text, Limit.METADATA_BYTES)
     return _parse_profile(text) if keyword.startswith(b'Raw') else text
@@ -278,11 +302,16 @@ def _parse_orientation(value: Any) -> int | None:
     return None
 
 
-def _png_chunks(stored: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """Yields the kind of each chunk of a PNG, and the positions of its start and end.
+class _PngChunk(NamedTuple):
+    """A chunk of a PNG."""
 
-    Ignores what follows the last chunk, IEND.
-    """
+    kind: bytes
+    start: int
+    end: int
+
+
+def _png_chunks(stored: bytes) -> Iterator[_PngChunk]:
+    """Yields the chunks of a PNG; ignores what follows the last chunk, IEND."""
     start = len(_PNG_START)
     for number in itertools.count():
         if start >= len(stored):
@@ -290,7 +319,7 @@ def _png_chunks(stored: bytes) -> Iterator[tuple[bytes, int, int]]:
         require(number < Limit.PNG_CHUNKS, f'a PNG of more than {Limit.PNG_CHUNKS:,} chunks')
         end = start + 12 + int.from_bytes(stored[start : start + 4], 'big')
         kind = stored[start + 4 : start + 8]
-        yield kind, start, end
+        yield _PngChunk(kind, start, end)
         start = len(stored) if kind == b'IEND' else end
 
 
@@ -301,9 +330,9 @@ def _drop_png_metadata(stored: bytes) -> bytes:
     """
     dropped = {*_PNG_TEXTS, b'iCCP', b'eXIf', *_PNG_ANIMATION}
     chunks = [*_png_chunks(stored)]
-    if not any(kind in dropped for kind, _, _ in chunks):
+    if not any(chunk.kind in dropped for chunk in chunks):
         return stored
-    kept = [stored[start:end] for kind, start, end in chunks if kind not in dropped]
+    kept = [stored[chunk.start : chunk.end] for chunk in chunks if chunk.kind not in dropped]
     return b''.join([_PNG_START, *kept])
 
 
@@ -324,18 +353,23 @@ def _to_rgb(image: 'PillowImage') -> Image:
     """Returns the stored RGB pixels of a Pillow image, converted as `decode` describes."""
     is_16_bit = image.mode.startswith('I;16') or (image.mode == 'I' and image.format == 'PPM')
     if image.mode == 'F' or (image.mode.startswith('I') and not is_16_bit):
-        kind = f"float, signed or 32-bit pixels (Pillow's mode {image.mode})"
-        raise UserError(f'{kind} are not supported; expected unsigned, 8 or 16 bits per channel')
+        raise UserError(
+            f"float, signed or 32-bit pixels (Pillow's mode {image.mode}) are not supported; "
+            'expected unsigned, 8 or 16 bits per channel'
+        )
     if image.format == 'TIFF':
         tags: Any = image.tag_v2  # type: ignore[attr-defined]
-        misread = tags.get(_PLANAR) == 2 or tags.get(_PHOTOMETRIC) == 0
-        if misread and max(tags.get(_BITS, (8,))) == 16:
-            text = 'a 16-bit TIFF with planar configuration 2 or WhiteIsZero is not supported'
-            raise UserError(f'{text}; expected interleaved RGB with black as 0, or 8 bits')
+        is_misread = tags.get(_PLANAR) == 2 or tags.get(_PHOTOMETRIC) == 0
+        require(
+            not is_misread or max(tags.get(_BITS, (8,))) != 16,
+            'a 16-bit TIFF with planar configuration 2 or WhiteIsZero is not supported; '
+            'expected interleaved RGB with black as 0, or 8 bits',
+        )
     if is_16_bit:  # `convert` would clip values above 255 to white
-        high = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
-        return np.repeat(high[..., None], 3, axis=-1)
-    image = image.convert('LA') if image.mode == 'La' else image
+        high_byte = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+        return np.repeat(high_byte[..., None], 3, axis=-1)
+    if image.mode == 'La':
+        image = image.convert('LA')
     return np.asarray(image.convert('RGB'))
 
 
@@ -356,8 +390,10 @@ def describe_decoder() -> str:
     """Describes in a sentence how training crops of JPEGs are decoded in this installation."""
     if region_decoder() is not None:
         return f'decodes only the crop of a JPEG, with libjpeg-turbo {region_decoder().version}'
-    needs = 'a C compiler and the headers of libjpeg-turbo 2.1 (Debian: libjpeg62-turbo-dev)'
-    return f'decodes whole JPEGs; to decode only crops, install {needs} and reinstall vit_jax'
+    return (
+        'decodes whole JPEGs; to decode only crops, install a C compiler and the headers of '
+        'libjpeg-turbo 2.1 (Debian: libjpeg62-turbo-dev) and reinstall vit_jax'
+    )
 
 
 def decode_region(
@@ -385,15 +421,20 @@ def decode_region(
     region = None
     if is_jpeg(stored) and (header := read_header(stored, max_pixels)).is_plain_jpeg:
         orientation = read_orientation(stored) if exif_rotation else 1
-        shape = header.height, header.width
-        shape = shape[::-1] if orientation in _TRANSPOSED else shape
-        region, reduction = choose(shape)
-        part, shape = _as_stored(region, shape, orientation, reduction)
-        image = _decode_jpeg_region(stored, part, shape, reduction=reduction, to_end=to_end)
+        upright = header.height, header.width
+        if orientation in _TRANSPOSED:
+            upright = header.width, header.height
+        region, reduction = choose(upright)
+        stored_region, shape = _as_stored(region, upright, orientation, reduction)
+        image = _decode_jpeg_region(
+            stored, stored_region, shape, reduction=reduction, to_end=to_end
+        )
         if image is not None:
             return apply_orientation(image, orientation)
     whole = decode(stored, exif_rotation=exif_rotation, max_pixels=max_pixels)
-    return cut(whole, region or choose((whole.shape[0], whole.shape[1]))[0])
+    if region is None:
+        region, _ = choose((whole.shape[0], whole.shape[1]))
+    return cut(whole, region)
 
 
 def cut(image: Image, region: Region) -> Image:
@@ -406,11 +447,19 @@ def _as_stored(
     region: Region, shape: tuple[int, int], orientation: int, reduction: int
 ) -> tuple[Region, tuple[int, int]]:
     """Converts a region and the shape of an upright image to the stored, reduced image."""
+
+    def reduce_up(pixels: int) -> int:
+        return -(-pixels // reduction)
+
     top, left, rows, columns = region
-    bottom, right = -(-(top + rows) // reduction), -(-(left + columns) // reduction)
-    top, left = top // reduction, left // reduction
-    rows, columns = bottom - top, right - left
-    height, width = (-(-side // reduction) for side in shape)
+    bottom = reduce_up(top + rows)
+    right = reduce_up(left + columns)
+    top = top // reduction
+    left = left // reduction
+    rows = bottom - top
+    columns = right - left
+    height = reduce_up(shape[0])
+    width = reduce_up(shape[1])
     if orientation in _ROWS_REVERSED:
         top = height - top - rows
     if orientation in _COLUMNS_REVERSED:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from vit_jax.base import Array, Float, Num, Record, require, require_between
+from vit_jax.base import Array, Float, Num, Record, UserError, require, require_between
 from vit_jax.base.files import Limit
 from vit_jax.data.image_decoding import MAX_PIXELS, Image, Region, cut, decode, decode_region
 
@@ -66,23 +66,31 @@ class CentralCrop(Record):
     def placement(self, shape: TracedSize, size: Size) -> tuple[TracedSize, TracedSize]:
         """Returns the resized size of an image of this shape, and the top left of the crop."""
         resized = self.resized_size(shape, size)
-        spare = resized[0] - size[0], resized[1] - size[1]
-        top, left = (_rounded(n, 2) if self.rounding == 'timm' else n // 2 for n in spare)
+        half = _rounded if self.rounding == 'timm' else operator.floordiv
+        top = half(resized[0] - size[0], 2)
+        left = half(resized[1] - size[1], 2)
         return resized, (top, left)
 
     def resized_size(self, old: TracedSize, size: Size) -> TracedSize:
         """Returns the size to which an image of size `old` is resized before cropping."""
         # `scale` is a quotient such as 256 / 224, so a product may be just below a whole number.
-        nearest = self.rounding == 'nearest'
-        rounded = round if nearest else lambda side: math.floor(round(side, 6))
-        height, width = rounded(size[0] * self.scale), rounded(size[1] * self.scale)
+        rounds_to_nearest = self.rounding == 'nearest'
+
+        def scaled(side: int) -> int:
+            exact = side * self.scale
+            return round(exact) if rounds_to_nearest else math.floor(round(exact, 6))
+
+        height = scaled(size[0])
+        width = scaled(size[1])
         if not self.keep_aspect:
             return height, width
         if self.rounding == 'transformers':  # scales the shorter side even if the crop is no square
             height = width = max(min(height, width), *size)
         # timm resizes to a size that is not square with ResizeKeepRatio, which rounds to nearest.
-        nearest |= self.rounding == 'timm' and height != width
-        return _covering_size(old, (height, width), _rounded if nearest else operator.floordiv)
+        if self.rounding == 'timm' and height != width:
+            rounds_to_nearest = True
+        divide = _rounded if rounds_to_nearest else operator.floordiv
+        return _covering_size(old, (height, width), divide)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -171,13 +179,16 @@ class InceptionCrop(Record):
         for _ in range(100):
             first, second, down, right = rng.random(4).tolist()
             aspect = self.aspect[0] + first * (self.aspect[1] - self.aspect[0])
-            low, high = (round(math.sqrt(a * height * width / aspect)) for a in self.area)
+            low = round(math.sqrt(self.area[0] * height * width / aspect))
+            high = round(math.sqrt(self.area[1] * height * width / aspect))
             high = min(high, height, int((width + 0.5) / aspect))
             rows = min(low, high) + int(second * (max(0, high - low) + 1))
             columns = round(rows * aspect)
             share = rows * columns / (height * width)
-            if columns <= width and self.area[0] <= share <= self.area[1] and min(rows, columns):
-                top, left = int(down * (height - rows + 1)), int(right * (width - columns + 1))
+            has_allowed_area = self.area[0] <= share <= self.area[1] and rows > 0 and columns > 0
+            if columns <= width and has_allowed_area:
+                top = int(down * (height - rows + 1))
+                left = int(right * (width - columns + 1))
                 return top, left, rows, columns
         return 0, 0, height, width
 
@@ -185,8 +196,8 @@ class InceptionCrop(Record):
         """Returns the factor 1, 2, 4 or 8 by which a JPEG is reduced to decode this region."""
         if not self.reduced:
             return 1
-        most = min(side // (2 * target) for side, target in zip(region, size, strict=True))
-        return next((n for n in (8, 4, 2) if n <= most), 1)
+        largest = min(region[0] // (2 * size[0]), region[1] // (2 * size[1]))
+        return next((factor for factor in (8, 4, 2) if factor <= largest), 1)
 
 
 Crop = Resize | CentralCrop | RandomCrop | SimpleRandomCrop | InceptionCrop
@@ -207,15 +218,19 @@ class Preprocessing(Record):
         require_between(self, 'std', low=0.1, high=10_000)
         for name in 'mean', 'std':  # rejects values for pixels of 0 to 1; a mean may be 0
             values = getattr(self, name)
-            scale = 'expected values for pixels of 0 to 255, not 0 to 1; multiply by 255'
-            require(max(values) > 0.95 or not any(values), f'{name}={values}: {scale}')
+            require(
+                max(values) > 0.95 or not any(values),
+                f'{name}={values}: expected values for pixels of 0 to 255, not 0 to 1; '
+                'multiply by 255',
+            )
 
 
 def normalize(
     images: Num[NumpyOrJax, '... c'], preprocessing: Preprocessing
 ) -> Float[NumpyOrJax, '... c']:
     """Maps pixels of 0 to 255 to the model's float32 input: (pixel - mean) / std per channel."""
-    mean, std = (np.asarray(v, np.float32) for v in (preprocessing.mean, preprocessing.std))
+    mean = np.asarray(preprocessing.mean, np.float32)
+    std = np.asarray(preprocessing.std, np.float32)
     return (images.astype(np.float32) - mean) / std
 
 
@@ -255,19 +270,22 @@ def decode_and_crop(
 
 
 def _crop_at_random(image: Image, size: Size, rng: np.random.Generator) -> Image:
-    top, left = (rng.integers(0, h - s + 1) for h, s in zip(image.shape[:2], size, strict=True))
-    return image[top : top + size[0], left : left + size[1]]
+    height, width = size
+    top = rng.integers(0, image.shape[0] - height + 1)
+    left = rng.integers(0, image.shape[1] - width + 1)
+    return image[top : top + height, left : left + width]
 
 
 def _resize(image: Image, size: Size, method: ResizeMethod) -> Image:
     if image.shape[:2] == size:
         return image
-    (old_height, old_width), (height, width) = image.shape[:2], size
-    text = (
-        f'{old_width:,} x {old_height:,} pixels, which would be resized to {width:,} x {height:,}'
-    )
-    most = Limit.RESIZED_PIXELS
-    require(height * width <= most, f'{text}; expected at most {most:,} pixels')
+    old_height, old_width = image.shape[:2]
+    height, width = size
+    if height * width > Limit.RESIZED_PIXELS:
+        raise UserError(
+            f'{old_width:,} x {old_height:,} pixels, which would be resized to '
+            f'{width:,} x {height:,}; expected at most {Limit.RESIZED_PIXELS:,} pixels'
+        )
     if method == 'bilinear':
         import cv2
 
@@ -280,7 +298,8 @@ def _resize(image: Image, size: Size, method: ResizeMethod) -> Image:
 
 def _covering_size(shape: TracedSize, size: Size, divide: Callable[[Any, Any], Any]) -> TracedSize:
     """Returns the smallest size with the aspect ratio of `shape` that covers `size`."""
-    (height, width), (rows, columns) = shape, size
+    height, width = shape
+    rows, columns = size
     return (
         _max(rows, divide(columns * height, width)),
         _max(columns, divide(rows * width, height)),
@@ -289,10 +308,12 @@ def _covering_size(shape: TracedSize, size: Size, divide: Callable[[Any, Any], A
 
 def _rounded(number: Any, divisor: Any) -> Any:
     """Computes `round(number / divisor)` of integers that jax may trace."""
-    quotient, rest = number // divisor, number % divisor
-    return quotient + (2 * rest + quotient % 2 > divisor)  # rounds a half to the even number
+    quotient = number // divisor
+    remainder = number % divisor
+    rounds_up = 2 * remainder + quotient % 2 > divisor  # a half is rounded to the even number
+    return quotient + rounds_up
 
 
-def _max(one: Any, other: Any) -> Any:
-    """Computes `max(one, other)` of integers that jax may trace."""
-    return one + (other - one) * (other > one)
+def _max(first: Any, second: Any) -> Any:
+    """Computes `max(first, second)` of integers that jax may trace."""
+    return first + (second - first) * (second > first)

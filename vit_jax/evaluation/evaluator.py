@@ -25,8 +25,17 @@ from vit_jax.training.metrics import Metric
 
 # Wraps an iterator of batches, for example to show progress.
 WrapBatches = Callable[[Iterable[Batch]], Iterable[Batch]]
-# Maps (params, batch, *arguments) to sums, mask and outputs of the examples.
-EvalStep = Callable[..., tuple[dict[str, Array], Array, dict[str, Array]]]
+
+
+class StepResult(NamedTuple):
+    """Results of one batch."""
+
+    sums: dict[str, Array]  # sums of loss and metrics over the examples, by name
+    mask: Array  # False for padding and for unreadable images
+    outputs: dict[str, Array]  # outputs of each example by name
+
+
+EvalStep = Callable[..., StepResult]  # maps (params, batch, *arguments) to results
 _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled programs
 # By default, each evaluation runs 10 times. If it would evaluate more than a fifth as many images
 # as training uses, it runs fewer times, but at least once. Training on an image takes three times
@@ -108,8 +117,8 @@ class Evaluator:
     def list_metrics(self, params: Params, reader: ImageReader) -> list[str]:
         """Lists the names of `Evaluation.metrics`, for abstract parameters."""
         batch = self.batches.abstract(reader)
-        sums, _, _ = jax.eval_shape(self.step, params, batch, *self.arguments)
-        return [*sums, *(metric.name for metric in self.metrics)]
+        result = jax.eval_shape(self.step, params, batch, *self.arguments)
+        return [*result.sums, *(metric.name for metric in self.metrics)]
 
     def evaluate(
         self,
@@ -136,13 +145,13 @@ class Evaluator:
         outputs_by_batch: dict[str, list[np.ndarray]] = collections.defaultdict(list)
         masks = []
 
-        def add(result: Any) -> None:
-            sums, mask, outputs = jax.device_get(result)
-            masks.append(mask)
-            for name, value in sums.items():
+        def add(on_devices: StepResult) -> None:
+            result = jax.device_get(on_devices)
+            masks.append(result.mask)
+            for name, value in result.sums.items():
                 totals[name] += float(value)
-            for name, values in outputs.items():
-                outputs_by_batch[name].append(values[mask])
+            for name, values in result.outputs.items():
+                outputs_by_batch[name].append(values[result.mask])
 
         # The devices compute a batch while the outputs of the previous one are read.
         previous = None
@@ -203,11 +212,9 @@ def make_step_evaluator(
 def as_step(function: Callable[..., BatchSums]) -> EvalStep:
     """Converts a function that sums over the examples of a batch to the step of an evaluator."""
 
-    def step(
-        params: Params, batch: Batch, *arguments: Any
-    ) -> tuple[dict[str, Array], Array, dict[str, Array]]:
-        sums, _, outputs = function(params, batch, *arguments)
-        return sums, batch['mask'], outputs
+    def step(params: Params, batch: Batch, *arguments: Any) -> StepResult:
+        batch_sums = function(params, batch, *arguments)
+        return StepResult(batch_sums.sums, batch['mask'], batch_sums.outputs)
 
     return step
 

@@ -28,7 +28,7 @@ from vit_jax.models import Model, ViTConfig
 from vit_jax.models.model import apply_final_norm
 from vit_jax.training.losses import BatchSums, make_targets, sum_examples
 
-RATES = *(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3), *(1e-2, 2e-2, 5e-2, 0.1)
+RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 CROPS = Augmentation(crop=InceptionCrop(area=(0.08, 1.0)), flip=True)  # DINOv2's
 
 # Vectors of images: class tokens of the last blocks, then the mean of the last block's patches.

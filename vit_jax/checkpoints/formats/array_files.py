@@ -37,15 +37,25 @@ R = TypeVar('R', bound=Record)
 # File endings of weights.
 ENDINGS = '.safetensors', '.npz', '.bin', '.pth', '.pt', '.ckpt', '.tar'
 # The JSON files next to weights in a folder of transformers, timm or OpenCLIP.
-DESCRIPTIONS: tuple[str, ...] = 'config.json', 'open_clip_config.json'
-DESCRIPTIONS += 'preprocessor_config.json', 'processor_config.json'
+DESCRIPTIONS = (
+    'config.json',
+    'open_clip_config.json',
+    'preprocessor_config.json',
+    'processor_config.json',
+)
 # The first of these files that exists, or its shards, contains the weights of such a folder.
 WEIGHTS = 'model.safetensors', 'open_clip_model.safetensors', 'pytorch_model.bin'
 INDEX = '.index.json'  # suffix of the index of a file of weights that is split into shards
 # numpy's names of the types of safetensors.
-_TYPES = {'F64': 'float64', 'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16', 'BOOL': 'bool'}
-_TYPES |= {f'I{bits}': f'int{bits}' for bits in (8, 16, 32, 64)}
-_TYPES |= {f'U{bits}': f'uint{bits}' for bits in (8, 16, 32, 64)}
+_TYPES = {
+    'F64': 'float64',
+    'F32': 'float32',
+    'F16': 'float16',
+    'BF16': 'bfloat16',
+    'BOOL': 'bool',
+    **{f'I{bits}': f'int{bits}' for bits in (8, 16, 32, 64)},
+    **{f'U{bits}': f'uint{bits}' for bits in (8, 16, 32, 64)},
+}
 
 
 class DamagedFile(UserError):

@@ -28,9 +28,18 @@ _IGNORED = (
 )
 # By hidden_act; None: SwiGLU, whose activation is SiLU. Older names come first, because the last
 # name of each value is written.
-_GELUS: dict[str, Gelu | None] = {'gelu_python': 'exact', 'swish': None}
-_GELUS |= dict.fromkeys(('gelu_new', 'gelu_fast', 'gelu_accurate', 'gelu_python_tanh'), 'tanh')
-_GELUS |= {'gelu': 'exact', 'gelu_pytorch_tanh': 'tanh', 'quick_gelu': 'quick', 'silu': None}
+_GELUS: dict[str, Gelu | None] = {
+    'gelu_python': 'exact',
+    'swish': None,
+    'gelu_new': 'tanh',
+    'gelu_fast': 'tanh',
+    'gelu_accurate': 'tanh',
+    'gelu_python_tanh': 'tanh',
+    'gelu': 'exact',
+    'gelu_pytorch_tanh': 'tanh',
+    'quick_gelu': 'quick',
+    'silu': None,
+}
 # The training loss, by problem_type.
 _LOSSES = {
     'single_label_classification': 'softmax',
@@ -59,8 +68,10 @@ _FIELDS = {
     'num_register_tokens': 'registers',
 }
 # CLIP and SigLIP store these arrays without a batch axis.
-_TRANSFORMS = {'embeddings.class_embedding': VECTOR}
-_TRANSFORMS |= {'embeddings.position_embedding.weight': NO_BATCH}
+_TRANSFORMS = {
+    'embeddings.class_embedding': VECTOR,
+    'embeddings.position_embedding.weight': NO_BATCH,
+}
 _QKV = 'query', 'key', 'value'
 _BLOCK = 'encoder/block'
 _BIASES = {f'{name}_bias': f'{_BLOCK}/attention/{name}/bias' for name in _QKV}

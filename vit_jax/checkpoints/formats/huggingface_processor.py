@@ -13,11 +13,19 @@ from vit_jax.models import ViTConfig
 
 Size = int | tuple[int, int] | dict[str, int]
 # By Pillow's constants.
-_RESIZE_METHODS: dict[int, ResizeMethod] = {1: 'lanczos_antialias'}
-_RESIZE_METHODS |= {2: 'bilinear_antialias', 3: 'bicubic_antialias'}
+_RESIZE_METHODS: dict[int, ResizeMethod] = {
+    1: 'lanczos_antialias',
+    2: 'bilinear_antialias',
+    3: 'bicubic_antialias',
+}
 _IMAGENET = {'image_mean': IMAGENET[0], 'image_std': IMAGENET[1]}
-_CLIP = {'image_mean': CLIP[0], 'image_std': CLIP[1], 'resample': 3}
-_CLIP |= {'do_center_crop': True, 'default_to_square': False}
+_CLIP = {
+    'image_mean': CLIP[0],
+    'image_std': CLIP[1],
+    'resample': 3,
+    'do_center_crop': True,
+    'default_to_square': False,
+}
 # Keys without effect on RGB images, and keys that `parse` checks separately.
 _NO_EFFECT = r'_.*|\w+_(type|class|format|grouping)|device|do_(convert_rgb|resize|pad)|pad_size'
 # Default values of the classes XImageProcessor, by X.
@@ -69,7 +77,7 @@ def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, 
     name = declared.get('image_processor_type') or declared.get('feature_extractor_type') or usual
     kind = re.sub('(ImageProcessor(Fast|Pil)?|FeatureExtractor)$', '', str(name))
     if kind not in _DEFAULTS:
-        known = ', '.join(f'{each}ImageProcessor' for each in _DEFAULTS)
+        known = ', '.join(f'{kind}ImageProcessor' for kind in _DEFAULTS)
         raise UserError(f'{declared.where}: {name} is not supported; expected one of {known}')
     declared.expect({'do_resize': True, 'do_pad': False})
     processor = declared.record(_Processor, ignored=_NO_EFFECT, defaults=_DEFAULTS[kind])

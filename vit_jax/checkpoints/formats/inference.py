@@ -31,8 +31,22 @@ _HEADS = {
     (40, 4096, 8192): 32,
 }
 # Fields that a summary shows if they differ from the default.
-_OPTIONS = 'pool gelu layer_norm_epsilon positions positions_at registers pre_norm norm'.split()
-_OPTIONS += 'layer_scale qkv_bias qk_norm parallel final_norm patch_outputs'.split()
+_OPTIONS = (
+    'pool',
+    'gelu',
+    'layer_norm_epsilon',
+    'positions',
+    'positions_at',
+    'registers',
+    'pre_norm',
+    'norm',
+    'layer_scale',
+    'qkv_bias',
+    'qk_norm',
+    'parallel',
+    'final_norm',
+    'patch_outputs',
+)
 
 
 class NeedsHint(UserError):
@@ -169,12 +183,16 @@ def _infer_layers(arrays: Arrays, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
-    known = {size[:3]: size[3] for size in SIZES.values()} | _HEADS
-    heads = hints.num_heads or known.get((depth, width, mlp_dim))
-    if heads is None:
-        size = f'{depth} layers of width {width} with MLPs of {mlp_dim}'
-        raise NeedsHint(f'unknown number of heads for {size}; set num_heads=N, often width / 64')
-    return heads
+    published = dict(_HEADS)
+    for size_depth, size_width, size_mlp_dim, size_heads in SIZES.values():
+        published.setdefault((size_depth, size_width, size_mlp_dim), size_heads)
+    num_heads = hints.num_heads or published.get((depth, width, mlp_dim))
+    if num_heads is None:
+        raise NeedsHint(
+            f'unknown number of heads for {depth} layers of width {width} with MLPs of {mlp_dim}; '
+            'set num_heads=N, often width / 64'
+        )
+    return num_heads
 
 
 def _infer_grid(

@@ -221,8 +221,8 @@ def to_ours(
             continue
         layers = [_split(rule, stored[name].read()) for name in theirs]
         for index, name in enumerate(rule.ours):
-            parts = [layer[index] for layer in layers]
-            arrays[name] = np.stack(parts) if rule.per_layer else parts[0]
+            of_layers = [layer[index] for layer in layers]
+            arrays[name] = np.stack(of_layers) if rule.per_layer else of_layers[0]
     return arrays
 
 
@@ -231,8 +231,8 @@ def to_theirs(rules: Resolved, ours: Mapping[str, np.ndarray]) -> dict[str, np.n
     arrays = {}
     for rule, theirs in rules.items():
         for layer, name in enumerate(theirs):
-            parts = [ours[n][layer] if rule.per_layer else ours[n] for n in rule.ours]
-            arrays[name] = np.concatenate([rule.transform.to_theirs(part) for part in parts])
+            parameters = [ours[n][layer] if rule.per_layer else ours[n] for n in rule.ours]
+            arrays[name] = np.concatenate([rule.transform.to_theirs(p) for p in parameters])
     return arrays
 
 

@@ -21,8 +21,11 @@ _FILE = 'open_clip_config.json'
 _BIAS = 'proj.bias'  # stands for the bias of our head; CLIP's projection has none
 _BLOCK = 'transformer.resblocks'
 # Fields of `ViTConfig` that all these towers share.
-_SHARED: dict[str, Any] = {'pre_norm': True, 'layer_norm_epsilon': 1e-5}
-_SHARED |= {'position_resize': 'bicubic_antialias'}
+_SHARED: dict[str, Any] = {
+    'pre_norm': True,
+    'layer_norm_epsilon': 1e-5,
+    'position_resize': 'bicubic_antialias',
+}
 # Keys that do not change image features: of the text tower, of training, of preprocessing, and of
 # the projection, whose presence the arrays show.
 _NO_EFFECT = (

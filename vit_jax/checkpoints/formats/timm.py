@@ -30,13 +30,16 @@ _UNIT = 'patch_embed.backbone.stages.{stage0}.blocks.{unit0}'
 _VARIANTS = {'gamma_1', 'q_bias', 'fc1_g', 'w12', 'register_tokens'}
 
 # By act_layer; None: SwiGLU.
-_GELUS: dict[str, Gelu | None] = {'gelu_tanh': 'tanh', 'gelu': 'exact', 'quick_gelu': 'quick'}
-_GELUS |= {'silu': None}
+_GELUS: dict[str, Gelu | None] = {
+    'gelu_tanh': 'tanh',
+    'gelu': 'exact',
+    'quick_gelu': 'quick',
+    'silu': None,
+}
 _POOLS: dict[str, Pool] = {'token': 'cls', 'avg': 'gap', 'map': 'map', '': 'none'}  # by global_pool
 _SUPPORTED_POOLS = *_POOLS.values(), 'cls_dist'
 # Fields of `ViTConfig` that have only this value in timm.
-_FIXED = {'parallel': False, 'norm': 'layer', 'qkv_bias': True}
-_FIXED |= {'positions_at': 'stem'}
+_FIXED = {'parallel': False, 'norm': 'layer', 'qkv_bias': True, 'positions_at': 'stem'}
 # Keys of the preprocessing, in `pretrained_cfg` or, in older files, at the top level; and timm's
 # defaults.
 _IMAGES = {'input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std'}
@@ -64,8 +67,11 @@ _QUICK = re.compile(
 )
 _ROPE = re.compile(r'.*_(dinov3|dinov3_qkvb|lingbot)')  # architectures with rotary positions
 # Numbers of heads that the sizes do not determine, by architecture.
-_HEADS = {'vit_base_patch16_gap_224': 16, 'vit_huge_plus_patch16_dinov3': 20}
-_HEADS |= {'vit_huge_plus_patch16_dinov3_qkvb': 20}
+_HEADS = {
+    'vit_base_patch16_gap_224': 16,
+    'vit_huge_plus_patch16_dinov3': 20,
+    'vit_huge_plus_patch16_dinov3_qkvb': 20,
+}
 # Features that are not supported, by architecture. The arrays of some have the same names.
 _UNSUPPORTED = {
     r'beit(v2)?_.*|vit_s?relpos_.*|samvit_.*': 'relative positions',
@@ -282,7 +288,11 @@ def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _De
     is_undecided = _QUICK.fullmatch(f'{name} {tag}') is not None if name else is_clip
     if is_undecided and described.act_layer is None and hints.gelu is None:
         raise NeedsHint(f'{name or "CLIP"}: GELU unknown; set gelu=quick (OpenAI) or exact (timm)')
-    gelu: Gelu = 'quick' if '_quickgelu_' in name else 'tanh' if _TANH.fullmatch(name) else 'exact'
+    gelu: Gelu = 'exact'
+    if '_quickgelu_' in name:
+        gelu = 'quick'
+    elif _TANH.fullmatch(name):
+        gelu = 'tanh'
     defaults = Hints(
         num_heads=_HEADS.get(name),
         gelu=gelu,

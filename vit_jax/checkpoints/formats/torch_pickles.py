@@ -80,7 +80,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _has_tensors(value: Any) -> bool:
-    return isinstance(value, Mapping) and any(isinstance(each, _Tensor) for each in value.values())
+    return isinstance(value, Mapping) and any(isinstance(v, _Tensor) for v in value.values())
 
 
 def _read_structure(path: pathlib.Path) -> Any:

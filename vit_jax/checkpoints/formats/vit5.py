@@ -20,8 +20,11 @@ from vit_jax.models import ViTConfig
 _LAYOUT = Layout(class_row=False, variants=('gamma_1',))
 _ATTENTION = 'encoder/block/attention'
 # The axis of the features of a head in each parameter, without the depth axis.
-_HEAD_AXES = {f'{_ATTENTION}/query/{leaf}': -1 for leaf in ('kernel', 'bias')}
-_HEAD_AXES |= {f'{_ATTENTION}/out/kernel': -2}
+_HEAD_AXES = {
+    f'{_ATTENTION}/query/kernel': -1,
+    f'{_ATTENTION}/query/bias': -1,
+    f'{_ATTENTION}/out/kernel': -2,
+}
 
 
 def _rules(config: ViTConfig, layout: Layout) -> list[NameRule]:

@@ -30,22 +30,32 @@ def array_source(
     Raises:
       UserError: If a shape or dtype is wrong, a label is out of range, or there are no images.
     """
-    labels = labels[:, 0] if labels.shape[1:] == (1,) and len(class_names) != 1 else labels
-    actual = f'{name}: images are {images.dtype}{list(images.shape)}'
-    expected = 'expected uint8 of shape (n, height, width) or (n, height, width, 1 or 3)'
-    fits = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,)) and images.size > 0
-    require(fits and images.dtype == np.uint8, f'{actual}; {expected}')
-    flat, rows = (len(images),), (len(images), len(class_names))
-    multi_label = labels.shape == rows and labels.dtype.kind in 'iub'
-    single_label = labels.shape == flat and labels.dtype.kind in 'iu'
-    actual = f'{name}: labels are {labels.dtype}{list(labels.shape)}'
-    require(multi_label or single_label, f'{actual}; expected integers of shape {flat} or {rows}')
-    top = 2 if multi_label else len(class_names)
-    wrong = np.argwhere((labels < 0) | (labels >= top))
-    if wrong.size:
-        legal = '0 or 1 for each class' if multi_label else f'0 to {top - 1} for {top} classes'
-        which = f'label {labels[tuple(wrong[0])]} of image {wrong[0][0]} is out of range'
-        raise UserError(f'{name}: {which}; expected {legal} ({len(wrong)} such labels)')
+    if labels.shape[1:] == (1,) and len(class_names) != 1:
+        labels = labels[:, 0]
+    has_image_shape = images.ndim in (3, 4) and images.shape[3:] in ((), (1,), (3,))
+    require(
+        has_image_shape and images.size > 0 and images.dtype == np.uint8,
+        f'{name}: images are {images.dtype}{list(images.shape)}; '
+        'expected uint8 of shape (n, height, width) or (n, height, width, 1 or 3)',
+    )
+    single_shape = (len(images),)
+    multi_shape = (len(images), len(class_names))
+    single_label = labels.shape == single_shape and labels.dtype.kind in 'iu'
+    multi_label = labels.shape == multi_shape and labels.dtype.kind in 'iub'
+    require(
+        multi_label or single_label,
+        f'{name}: labels are {labels.dtype}{list(labels.shape)}; '
+        f'expected integers of shape {single_shape} or {multi_shape}',
+    )
+    end = 2 if multi_label else len(class_names)
+    out_of_range = np.argwhere((labels < 0) | (labels >= end))
+    if out_of_range.size:
+        first = tuple(out_of_range[0])
+        expected = '0 or 1 for each class' if multi_label else f'0 to {end - 1} for {end} classes'
+        raise UserError(
+            f'{name}: label {labels[first]} of image {first[0]} is out of range; '
+            f'expected {expected} ({len(out_of_range)} such labels)'
+        )
     return labeled_source(
         range(len(images)),
         labels,
@@ -76,10 +86,13 @@ def _digits_splits() -> Splits:
 
     def open_split(split: str) -> Source:
         table = np.loadtxt(file, int, delimiter=',')
-        images, labels = table[:, :-1], table[:, -1]
-        chosen = (np.arange(len(labels)) % 5 == 4) == (split == 'test')
-        pixels = np.rint(images.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-        return array_source(pixels[chosen], labels[chosen], '0123456789', name=f'digits/{split}')
+        pixels = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+        labels = table[:, -1]
+        is_test = np.arange(len(labels)) % 5 == 4
+        in_split = is_test if split == 'test' else ~is_test
+        return array_source(
+            pixels[in_split], labels[in_split], '0123456789', name=f'digits/{split}'
+        )
 
     return {split: functools.partial(open_split, split) for split in ('train', 'test')}
 
@@ -96,12 +109,17 @@ def _npz_splits(path: str) -> Splits:
         class_names = _read_class_names(arrays, names, path)
 
     def open_split(split: str) -> Source:
-        shapes = [arrays[f'{split}_{kind}'].shape for kind in ('images', 'labels')]
-        text = f'{path}:{split}: images of shape {shapes[0]} and labels of shape {shapes[1]}'
-        require(shapes[0][:1] == shapes[1][:1], f'{text}; expected a label per image')
+        images = arrays[f'{split}_images']
+        labels = arrays[f'{split}_labels']
+        require(
+            images.shape[:1] == labels.shape[:1],
+            f'{path}:{split}: images of shape {images.shape} and labels of shape {labels.shape}; '
+            'expected a label per image',
+        )
         with usable(path, _ARRAYS):
-            images, labels = (arrays[f'{split}_{kind}'].read() for kind in ('images', 'labels'))
-        return array_source(images, labels, class_names, name=f'{path}:{split}')
+            pixels = images.read()
+            numbers = labels.read()
+        return array_source(pixels, numbers, class_names, name=f'{path}:{split}')
 
     return {name: functools.partial(open_split, name) for name in names}
 
@@ -112,12 +130,16 @@ def _read_class_names(
     """Returns the array `class_names`, or the class numbers as text if there is none."""
     if 'class_names' in arrays:
         names = arrays['class_names'].read()
-        actual = f'{path}: class_names are {names.dtype}{list(names.shape)}'
-        require(names.ndim == 1 and names.dtype.kind in 'SUiu', f'{actual}; expected strings')
+        require(
+            names.ndim == 1 and names.dtype.kind in 'SUiu',
+            f'{path}: class_names are {names.dtype}{list(names.shape)}; expected strings',
+        )
         return decode_names(names)
     count = max(_count_classes(arrays[f'{split}_labels'].read()) for split in splits)
-    text = f'{path}: label {count - 1:,}; expected below {_MOST_CLASSES}, or an array class_names'
-    require(count <= _MOST_CLASSES, text)
+    require(
+        count <= _MOST_CLASSES,
+        f'{path}: label {count - 1:,}; expected below {_MOST_CLASSES}, or an array class_names',
+    )
     return [str(number) for number in range(count)]
 
 

@@ -45,14 +45,19 @@ def open_splits(root: str) -> Splits:
     looks = {split: {normalize_look(n): n for n in names} for split, names in classes.items()}
 
     def open_split(split: str) -> Source:
-        faults, names = list[str](), classes[split]
+        faults: list[str] = []
+        names = classes[split]
         for other, other_names in classes.items():
             shared = {*map(canonicalize_name, names)} & {*map(canonicalize_name, other_names)}
-            for name in sorted(names ^ other_names) if shared else ():
+            if not shared:
+                continue
+            for name in sorted(names ^ other_names):
                 has, lacks = (split, other) if name in names else (other, split)
-                text = f'{path}: class {name!r} is in {has}/ but not in {lacks}/'
+                fault = f'{path}: class {name!r} is in {has}/ but not in {lacks}/'
                 similar = looks[lacks].get(normalize_look(name))
-                faults.append(f'{text}, which has {similar!a}' if similar else text)
+                if similar:
+                    fault += f', which has {similar!a}'
+                faults.append(fault)
         return files_by_class(folders[split], faults)
 
     return {split: functools.partial(open_split, split) for split in folders}
@@ -63,11 +68,12 @@ KIND = SourceKind('a folder of train/CLASS/*.jpg or CLASS/*.jpg', os.path.isdir,
 
 def would_be_class(folder: str, data: str) -> bool:
     """Returns whether a folder in DATA would be read as a class of images, or as a part of one."""
-    place, root = (pathlib.Path(os.path.realpath(path)) for path in (folder, data))
-    if not place.is_relative_to(root):
+    path = pathlib.Path(os.path.realpath(folder))
+    root = pathlib.Path(os.path.realpath(data))
+    if not path.is_relative_to(root):
         return False
-    parts = place.relative_to(root).parts
-    has_splits = not SPLIT_NAMES.isdisjoint([*folder_names(root), *parts[:1]])
+    parts = path.relative_to(root).parts
+    has_splits = not SPLIT_NAMES.isdisjoint(folder_names(root))
     is_in_split = not SPLIT_NAMES.isdisjoint(parts[:1])
     return all(map(_is_visible, parts)) and (is_in_split or not has_splits)
 
@@ -81,8 +87,10 @@ def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
     names = folder_names(path)
     if all(name.casefold() in SPLIT_NAMES for name in names):
         splits = {name.casefold(): path / name for name in names}
-        duplicate = f'{path}: found {", ".join(names)}; expected one folder per split'
-        require(len(splits) == len(names), duplicate)
+        require(
+            len(splits) == len(names),
+            f'{path}: found {", ".join(names)}; expected one folder per split',
+        )
         return splits
     if not SPLIT_NAMES & {*names}:
         return {}
@@ -103,7 +111,8 @@ def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
         return shuffle_once(unlabeled_source([str(root)]))
     if not class_names:
         faults.append(f'{root}: no class folders; expected {root}/CLASS/*.jpg')
-    paths, labels = list[str](), list[int]()
+    paths: list[str] = []
+    labels: list[int] = []
     for label, name in enumerate(class_names):
         try:
             images = image_files(root / name)
@@ -149,17 +158,19 @@ def _files_below(folder: pathlib.Path) -> Iterator[str]:
     Reads links to folders last, in the order of their names. So a link to a folder that is also in
     the data under its own name changes no file's name.
     """
-    seen, links = set[str](), [os.fspath(folder)]
-    while links:
-        for place, folders, files in os.walk(links.pop(0), onerror=_raise):
-            if (real := os.path.realpath(place)) in seen:
-                warn_once(f'{place}: skipped, because it was already read from another path')
+    seen: set[str] = set()
+    pending = [os.fspath(folder)]
+    while pending:
+        for parent, folders, files in os.walk(pending.pop(0), onerror=_raise):
+            real_path = os.path.realpath(parent)
+            if real_path in seen:
+                warn_once(f'{parent}: skipped, because it was already read from another path')
                 folders.clear()
                 continue
-            seen.add(real)
+            seen.add(real_path)
             folders[:] = sorted(filter(_is_visible, folders))
-            links += filter(os.path.islink, (os.path.join(place, name) for name in folders))
-            yield from (os.path.join(place, name) for name in filter(_is_visible, files))
+            pending += filter(os.path.islink, (os.path.join(parent, name) for name in folders))
+            yield from (os.path.join(parent, name) for name in filter(_is_visible, files))
 
 
 def _raise(error: OSError) -> NoReturn:
@@ -178,13 +189,14 @@ def is_image(file: str) -> bool:
 
 def folder_names(path: pathlib.Path) -> list[str]:
     """Returns the names of the visible subfolders in the order of `sort_class_names`."""
-    return sort_class_names(filter(_is_visible, next(os.walk(path, onerror=_raise))[1]))
+    _, folders, _ = next(os.walk(path, onerror=_raise))
+    return sort_class_names(filter(_is_visible, folders))
 
 
 def loose_images(path: pathlib.Path) -> list[str]:
     """Returns the names of the images that are directly in a folder, not in subfolders."""
-    names = next(os.walk(path, onerror=_raise))[2]
-    return [name for name in names if _is_visible(name) and is_image(name)]
+    _, _, files = next(os.walk(path, onerror=_raise))
+    return [name for name in files if _is_visible(name) and is_image(name)]
 
 
 def _warn_of_loose_images(folder: pathlib.Path) -> None:

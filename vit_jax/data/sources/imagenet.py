@@ -7,7 +7,6 @@ classes. Their labels come from the development kit or from Kaggle's `LOC_val_so
 import csv
 import functools
 import io
-import itertools
 import os
 import pathlib
 import tarfile
@@ -21,9 +20,14 @@ from vit_jax.base.files import Limit, open_file, read_file, require_file
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source, shuffle_once
 from vit_jax.data.sources.folders import files_by_class, image_files
 
-TRAIN_TAR, VAL_TAR = 'ILSVRC2012_img_train.tar', 'ILSVRC2012_img_val.tar'
+TRAIN_TAR = 'ILSVRC2012_img_train.tar'
+VAL_TAR = 'ILSVRC2012_img_val.tar'
 _WHOLE = 'a complete tar file, as ImageNet distributes it'
-KIT, SOLUTION = 'ILSVRC2012_devkit_t12', 'LOC_val_solution.csv'
+KIT = 'ILSVRC2012_devkit_t12'
+SOLUTION = 'LOC_val_solution.csv'
+# Files in the kit.
+_KIT_LABELS = 'ILSVRC2012_validation_ground_truth.txt'
+_KIT_TABLE = 'meta.mat'
 
 
 def _recognizes(root: str) -> bool:
@@ -78,10 +82,14 @@ def _open_train_tar(path: pathlib.Path) -> Source:
     """Opens a tar file that contains a tar file for each class, such as `n01440764.tar`."""
     with usable(path, _WHOLE), open_file(path) as file:
         classes = sorted(_members(file))
-        images = [sorted(_members(file, inner.offset)) for inner in classes]
-    labels = [label for label, of_class in enumerate(images) for _ in of_class]
+        images_by_class = [sorted(_members(file, inner.offset)) for inner in classes]
+    images: list[_Member] = []
+    labels: list[int] = []
+    for label, of_class in enumerate(images_by_class):
+        images += of_class
+        labels += [label] * len(of_class)
     class_names = [pathlib.Path(member.name).stem for member in classes]
-    return _tar_source(path, [*itertools.chain.from_iterable(images)], labels, class_names)
+    return _tar_source(path, images, labels, class_names)
 
 
 def _open_val_tar(path: pathlib.Path) -> Source:
@@ -121,9 +129,10 @@ def _val_labels(names: Sequence[str], root: pathlib.Path) -> tuple[np.ndarray, l
     above = (folder / SOLUTION for folder in [*root.resolve().parents][:3])
     path = _first_of(root / SOLUTION, root / f'{KIT}.tar.gz', root / KIT, *above)
     if path is None:
-        kit = f'expected {KIT}.tar.gz (the development kit), its folder {KIT}'
-        places = f'{kit}, or {SOLUTION} in this folder or up to 3 folders above'
-        raise UserError(f'{root}: no labels of the validation images; {places}')
+        raise UserError(
+            f'{root}: no labels of the validation images; expected {KIT}.tar.gz (the development '
+            f'kit), its folder {KIT}, or {SOLUTION} in this folder or up to 3 folders above'
+        )
     classes = _read_solution(path) if path.name == SOLUTION else _read_kit(path)
     stems = [pathlib.PurePath(name).stem for name in names]
     if absent := [stem for stem in stems if stem not in classes]:
@@ -142,18 +151,28 @@ def _read_solution(path: pathlib.Path) -> dict[str, str]:
         return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
 
 
+_KIT_LABELS = 'ILSVRC2012_validation_ground_truth.txt'
+_KIT_TABLE = 'meta.mat'
+
+
+def _extract(tar: tarfile.TarFile, name: str) -> bytes:
+    """Returns the contents of a file in an archive; nothing for a folder."""
+    file = tar.extractfile(name)
+    return file.read(Limit.TEXT_BYTES) if file else b''
+
+
 def _read_kit(path: pathlib.Path) -> dict[str, str]:
     """Reads the kit's labels: a number per image, and a table from numbers to WordNet ids."""
     from scipy import io as scipy_io
 
-    names = 'ILSVRC2012_validation_ground_truth.txt', 'meta.mat'
-    with usable(path, f'undamaged files {names[0]} and {names[1]}'):
+    with usable(path, f'undamaged files {_KIT_LABELS} and {_KIT_TABLE}'):
         if path.is_dir():
-            truth, table = (read_file(path / 'data' / name, Limit.TABLE_BYTES) for name in names)
+            truth = read_file(path / 'data' / _KIT_LABELS, Limit.TABLE_BYTES)
+            table = read_file(path / 'data' / _KIT_TABLE, Limit.TABLE_BYTES)
         else:
             with open_file(path) as opened, tarfile.open(fileobj=opened) as tar:
-                files = [tar.extractfile(f'{KIT}/data/{name}') for name in names]
-                truth, table = (file.read(Limit.TEXT_BYTES) if file else b'' for file in files)
+                truth = _extract(tar, f'{KIT}/data/{_KIT_LABELS}')
+                table = _extract(tar, f'{KIT}/data/{_KIT_TABLE}')
         synsets = scipy_io.loadmat(io.BytesIO(table), squeeze_me=True)['synsets']
         wordnet = {int(row['ILSVRC2012_ID']): str(row['WNID']) for row in np.atleast_1d(synsets)}
         numbers = map(int, truth.split())

@@ -46,10 +46,12 @@ def open_splits(path: str) -> Splits:
 
     Class names are sorted by `sort_class_names`. Raises one UserError that lists all wrong lines.
     """
-    file, rows, faults = pathlib.Path(path), list[_Row](), list[str]()
+    file = pathlib.Path(path)
     with usable(file, 'a table in UTF-8 (saved as CSV UTF-8)'):
         text = read_text(file, Limit.TABLE_BYTES)
     is_csv = file.suffix.lower() == '.csv'
+    rows: list[_Row] = []
+    faults: list[str] = []
     for line, values in _read_csv(text, path) if is_csv else _read_jsonl(text):
         try:
             rows.append(_parse_row(values, line))
@@ -83,40 +85,52 @@ KIND = SourceKind(
 
 def _contradictions(rows: Sequence[_Row], images: Sequence[str], path: str) -> list[str]:
     """Returns messages about lines that contradict other lines; `images` are normalized paths."""
-    with_split, faults = any(row.split for row in rows), list[str]()
-    first = dict[str, _Row]()
+    has_splits = any(row.split for row in rows)
+    faults: list[str] = []
+    first_rows: dict[str, _Row] = {}
     for row, image in zip(rows, images, strict=True):
-        where, other = f'{path}, line {row.line}', first.setdefault(image, row)
+        where = f'{path}, line {row.line}'
+        first_row = first_rows.setdefault(image, row)
         if row.multi_label != rows[0].multi_label:
             faults.append(f'{where}: mixes `label` and `labels`; expected the same on all lines')
-        elif with_split and not row.split:
+        elif has_splits and not row.split:
             faults.append(f'{where}: no `split`; expected one, because other lines have one')
-        elif row.classes != other.classes:
-            labels, others = (', '.join(each.classes) or 'none' for each in (row, other))
-            text = f'{row.path}: {labels!r} here, {others!r} on line {other.line}'
-            faults.append(f'{where}: {text}; expected one label per image, or a column `labels`')
+        elif row.classes != first_row.classes:
+            labels = ', '.join(row.classes) or 'none'
+            first_labels = ', '.join(first_row.classes) or 'none'
+            faults.append(
+                f'{where}: {row.path}: {labels!r} here, {first_labels!r} on line {first_row.line}; '
+                'expected one label per image, or a column `labels`'
+            )
     return faults
 
 
 def _warn_of_shared_images(rows: Sequence[_Row], images: Sequence[str], path: str) -> None:
     """Logs a warning if images are in more than one split."""
-    first, shared = dict[str, _Row](), dict[str, str]()
+    first_rows: dict[str, _Row] = {}
+    shared: dict[str, str] = {}
     for row, image in zip(rows, images, strict=True):
-        other = first.setdefault(image, row)
-        if other.split != row.split:
-            splits = f'{other.split} (line {other.line}) and {row.split} (line {row.line})'
-            shared.setdefault(image, f'{row.path} in {splits}')
+        first_row = first_rows.setdefault(image, row)
+        if first_row.split != row.split and image not in shared:
+            shared[image] = (
+                f'{row.path} in {first_row.split} (line {first_row.line}) '
+                f'and {row.split} (line {row.line})'
+            )
     if shared:
-        count, example = plural(len(shared), 'image'), next(iter(shared.values()))
+        count = plural(len(shared), 'image')
+        example = next(iter(shared.values()))
         warn_once(f'{path}: {count} in more than one split, such as {example}')
 
 
 def _warn_of_commas(rows: Sequence[_Row], path: str) -> None:
     """Warns if each line of a CSV file with `labels` has one label, and some have commas."""
-    joined = [row for row in rows if row.multi_label and ',' in ''.join(row.classes)]
-    if joined and all(len(row.classes) < 2 for row in rows):
-        where, name = f'{path}, line {joined[0].line}', joined[0].classes[0]
-        warn_once(f'{where}: {name!r} is read as one label; separate several by semicolons')
+    with_commas = [row for row in rows if row.multi_label and ',' in ''.join(row.classes)]
+    if with_commas and all(len(row.classes) < 2 for row in rows):
+        row = with_commas[0]
+        warn_once(
+            f'{path}, line {row.line}: {row.classes[0]!r} is read as one label; '
+            'separate several by semicolons'
+        )
 
 
 _COLUMNS = 'path', 'label', 'labels', 'split'  # other columns are ignored
@@ -125,18 +139,18 @@ _SURPLUS = 'more fields than columns; put fields that contain the separator in q
 
 
 def _read_csv(text: str, path: str) -> Iterator[_Line]:
-    head = text.partition('\n')[0]
-    delimiter = next((d for d in ',;\t' if d in head), ',')  # spreadsheets write all three
+    first_line = text.partition('\n')[0]
+    delimiter = next((d for d in ',;\t' if d in first_line), ',')  # spreadsheets write all three
     reader = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter)
     try:
         written = [name.strip() for name in reader.fieldnames or ()]
         reader.fieldnames = [name.casefold() for name in written]
         _require_columns(reader.fieldnames)
         for name in _COLUMNS:
-            same = [repr(each) for each in written if each.casefold() == name]
+            equal_names = [repr(column) for column in written if column.casefold() == name]
             require(
-                len(same) < 2,
-                f'columns {" and ".join(same)} have the same name; expected one {name}',
+                len(equal_names) < 2,
+                f'columns {" and ".join(equal_names)} have the same name; expected one {name}',
             )
         similar = difflib.get_close_matches('split', reader.fieldnames, n=1, cutoff=0.8)
         if similar and 'split' not in reader.fieldnames:
@@ -144,13 +158,17 @@ def _read_csv(text: str, path: str) -> Iterator[_Line]:
             warn_once(f"{path}: column {name!r} is ignored; did you mean 'split'?")
         for cells in reader:
             surplus = cells.pop(None, ())
-            if [str(text).strip() for text in cells.values()] == written:
+            if [str(cell).strip() for cell in cells.values()] == written:
                 yield reader.line_num, UserError('repeats the names of the columns; remove it')
+                continue
+            if any(surplus):
+                yield reader.line_num, UserError(_SURPLUS)
                 continue
             values: dict[str, Any] = {name: v for name, v in cells.items() if v is not None}
             if 'labels' in values:
-                values['labels'] = [*filter(None, map(str.strip, values['labels'].split(';')))]
-            yield reader.line_num, UserError(_SURPLUS) if any(surplus) else values
+                names = [name.strip() for name in values['labels'].split(';')]
+                values['labels'] = [name for name in names if name]
+            yield reader.line_num, values
     except UserError as error:  # about the header
         yield 1, error
     except csv.Error as error:
@@ -176,8 +194,10 @@ def _to_unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _require_columns(names: Collection[str]) -> None:
-    text = f'columns {", ".join(names) or "none"}; expected path and label, or path and labels'
-    require(('label' in names) != ('labels' in names) and 'path' in names, text)
+    require(
+        ('label' in names) != ('labels' in names) and 'path' in names,
+        f'columns {", ".join(names) or "none"}; expected path and label, or path and labels',
+    )
 
 
 def _parse_row(values: Any, line: int) -> _Row:
@@ -186,22 +206,26 @@ def _parse_row(values: Any, line: int) -> _Row:
     if not isinstance(values, Mapping):
         raise UserError(f'{values!r}; expected a JSON object')
     _require_columns(values)
-    column, expected = ('labels', 'a list of names') if 'labels' in values else ('label', 'a name')
-    classes = values['labels'] if column == 'labels' else [values['label']]
+    multi_label = 'labels' in values
+    classes = values['labels'] if multi_label else [values['label']]
     if not isinstance(classes, list) or not all(isinstance(name, str | int) for name in classes):
-        raise UserError(f'{column}={values[column]!r}: expected {expected}')
+        if multi_label:
+            raise UserError(f'labels={values["labels"]!r}: expected a list of names')
+        raise UserError(f'label={values["label"]!r}: expected a name')
     path = values['path'] or ''
     require(isinstance(path, str), f'path={path!r}: expected a text')
     split = '' if values.get('split') is None else str(values['split']).strip()
     names = tuple(str(name).strip() for name in classes)
     require('' not in names and path != '', 'empty path or label')
-    advice = 'check for an unclosed quotation mark'
-    for text in path, *names, split:
-        require('\n' not in text, f'{text!r:.80} contains a line break; {advice}')
+    for value in (path, *names, split):
+        require(
+            '\n' not in value,
+            f'{value!r:.80} contains a line break; check for an unclosed quotation mark',
+        )
     return _Row(
         line=line,
         path=path,
         classes=names,
-        multi_label=column == 'labels',
+        multi_label=multi_label,
         split=split.casefold() if split.casefold() in SPLIT_NAMES else split,
     )

@@ -21,7 +21,8 @@ from vit_jax.base.files import open_file, require_file
 from vit_jax.data.image_decoding import open_with_pillow, read_header
 from vit_jax.data.sources.base import EncodedImage, Label, Source, SourceKind, Splits, multi_hot
 
-_PREFIX, INFO = 'tfds:', 'dataset_info.json'
+_PREFIX = 'tfds:'
+INFO = 'dataset_info.json'
 # A record of a TFRecord file is its length (8 bytes), a checksum of the length, its bytes, and a
 # checksum of its bytes. Both checksums are masked CRC-32C.
 _HEADER = struct.Struct('<QI')
@@ -52,10 +53,12 @@ def find_prepared(full_name: str) -> str:
     if folders:
         version_of = _import_tfds().core.Version
         return str(max(folders, key=lambda path: version_of(path.name)))
-    others = sorted(str(p.parent.relative_to(root)) for p in root.glob(f'**/{INFO}'))
-    existing = f'found {", ".join(others)}; ' if others else ''
-    remedy = f"{existing}prepare it with pip install 'vit_jax[tf]' and tfds build {name}"
-    raise UserError(f'tfds:{full_name}: not in {data_dir()}; {remedy}')
+    others = sorted(str(path.parent.relative_to(root)) for path in root.glob(f'**/{INFO}'))
+    found = f'found {", ".join(others)}; ' if others else ''
+    raise UserError(
+        f'tfds:{full_name}: not in {data_dir()}; {found}'
+        f"prepare it with pip install 'vit_jax[tf]' and tfds build {name}"
+    )
 
 
 def data_dir() -> pathlib.Path:
@@ -67,8 +70,9 @@ def _import_tfds() -> Any:
     try:
         import tensorflow_datasets
     except ImportError as error:
-        text = f"TFDS data needs tensorflow-datasets; run pip install 'vit_jax[tfds]' ({error})"
-        raise UserError(text) from error
+        raise UserError(
+            f"TFDS data needs tensorflow-datasets; run pip install 'vit_jax[tfds]' ({error})"
+        ) from error
     return tensorflow_datasets
 
 
@@ -87,7 +91,8 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
     library = _import_tfds()
     with usable(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
         builder = library.builder_from_directory(root)
-        info, file_format = builder.info, builder.info.file_format.value
+        info = builder.info
+        file_format = info.file_format.value
     if file_format not in ('array_record', 'tfrecord'):
         raise UserError(f'{root}: file format {file_format}; expected array_record or tfrecord')
     images = [n for n, k in info.features.items() if isinstance(k, library.features.Image)]
@@ -101,12 +106,15 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
                 crcs = np.repeat([*map(_checksum_end, shards.filepaths)], shards.shard_lengths)
             read_example = stored.__getitem__
         else:
-            crcs, read_manifest = read_tfrecords(info.splits[split].filepaths)
-            if (count := len(crcs)) != (expected := info.splits[split].num_examples):
-                raise UserError(f'{root}: {split} has {count} records; {INFO} says {expected}')
+            crcs, read_record = read_tfrecords(info.splits[split].filepaths)
+            num_examples = info.splits[split].num_examples
+            require(
+                len(crcs) == num_examples,
+                f'{root}: {split} has {len(crcs)} records; {INFO} says {num_examples}',
+            )
 
             def read_example(index: int) -> Example:
-                return info.features.deserialize_example_np(read_manifest(index), decoders=decoders)
+                return info.features.deserialize_example_np(read_record(index), decoders=decoders)
 
         name = f'tfds:{info.full_name}/{split}'
         image, labels = _find_columns(info.features, images, name, label)
@@ -140,13 +148,19 @@ def _read_image(
         example = read_example(index)
     except RuntimeError as error:  # ArrayRecord verifies checksums
         raise UserError(f'damaged: {error}') from error
-    image, label = example[image_column], labels.read(example)
+    image = example[image_column]
+    label = labels.read(example)
     if image is None or label is None:
         raise UserError('damaged: the record lacks an image or a label')
-    image = _to_gray(image) if is_float else image
-    numbers, num_classes = np.atleast_1d(np.asarray(label, int)), len(labels.class_names)
-    for number in numbers[(numbers < 0) | (numbers >= num_classes)]:
-        raise UserError(f'label {number}; expected 0 to {num_classes - 1}; is {split} unlabeled?')
+    if is_float:
+        image = _to_gray(image)
+    numbers = np.atleast_1d(np.asarray(label, int))
+    num_classes = len(labels.class_names)
+    out_of_range = numbers[(numbers < 0) | (numbers >= num_classes)]
+    if len(out_of_range):
+        raise UserError(
+            f'label {out_of_range[0]}; expected 0 to {num_classes - 1}; is {split} unlabeled?'
+        )
     if labels.multi_label:
         return image, multi_hot([numbers.tolist()], num_classes)[0]
     return image, int(numbers[0])
@@ -159,12 +173,15 @@ def _to_gray(stored: bytes) -> UInt8[np.ndarray, 'h w']:
     """
     read_header(stored)  # bounds the number of pixels
     channels = np.asarray(open_with_pillow(stored))
-    right = 'expected the PNG of a float32 image, with four channels'
-    require(channels.dtype == np.uint8 and channels.shape[2:] == (4,), right)
-    values = channels.view('<f4')[..., 0]
-    low, high = values.min(), values.max()
+    require(
+        channels.dtype == np.uint8 and channels.shape[2:] == (4,),
+        'expected the PNG of a float32 image, with four channels',
+    )
+    pixels = channels.view('<f4')[..., 0]
+    low = pixels.min()
+    high = pixels.max()
     require(0 <= low and high <= 1, f'float32 pixels from {low} to {high}; expected 0 to 1')
-    return np.rint(255 * values).astype(np.uint8)
+    return np.rint(255 * pixels).astype(np.uint8)
 
 
 def _find_columns(
@@ -189,7 +206,10 @@ def _find_columns(
 
 
 def _preferred(column: str, columns: Sequence[str]) -> str | None:
-    return column if column in columns else columns[0] if len(columns) == 1 else None
+    """Returns the column if it exists, or else the only one of `columns`."""
+    if column in columns:
+        return column
+    return columns[0] if len(columns) == 1 else None
 
 
 def _checksum_end(path: str | os.PathLike[str]) -> int:
@@ -214,13 +234,14 @@ def read_tfrecords(
         with usable(path):
             require_file(path)
     files = [os.open(path, os.O_RDONLY) for path in paths]  # shared by threads, read with `pread`
-    rows = (
-        (number, *record)
-        for number, path in enumerate(paths)
-        for record in _find_records(path, files[number])
-    )
+
+    def rows() -> Iterator[tuple[int, int, int, int]]:
+        for number, path in enumerate(paths):
+            for record in _find_records(path, files[number]):
+                yield (number, *record)
+
     dtype = [('file', 'i4'), ('offset', 'i8'), ('length', 'i8'), ('checksum', 'u4')]
-    records = np.fromiter(rows, dtype)
+    records = np.fromiter(rows(), dtype)
 
     def read(index: int) -> bytes:
         number, offset, length, checksum = records[index].tolist()
@@ -232,9 +253,19 @@ def read_tfrecords(
     return records['checksum'].astype(np.int64), read
 
 
-def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int, int, int]]:
-    """Yields the offset of each record, and the length and stored checksum of its bytes."""
-    offset, header, size = 0, os.pread(file, _HEADER.size, 0), os.fstat(file).st_size
+class _Record(NamedTuple):
+    """The place of a record in a file, and the length and the stored checksum of its bytes."""
+
+    offset: int
+    length: int
+    checksum: int
+
+
+def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[_Record]:
+    """Yields the records of a file without reading their bytes."""
+    size = os.fstat(file).st_size
+    offset = 0
+    header = os.pread(file, _HEADER.size, 0)
     while header:
         if len(header) < _HEADER.size:
             raise UserError(f'{path}: the file ends within the record at byte {offset}')
@@ -242,11 +273,13 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int
         if checksum != masked_crc(header[:8]):
             raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
         end = offset + _HEADER.size + length
-        after = os.pread(file, 4 + _HEADER.size, end) if end < size else b''
-        if len(after) < 4:
+        # The checksum of this record, and the header of the next one.
+        following = os.pread(file, 4 + _HEADER.size, end) if end < size else b''
+        if len(following) < 4:
             raise UserError(f'{path}: the file ends within the record at byte {offset}')
-        yield offset, length, int.from_bytes(after[:4], 'little')
-        offset, header = end + 4, after[4:]
+        yield _Record(offset, length, checksum=int.from_bytes(following[:4], 'little'))
+        offset = end + 4
+        header = following[4:]
 
 
 def masked_crc(data: bytes) -> int:

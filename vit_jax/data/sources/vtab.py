@@ -60,9 +60,10 @@ def _nearest_object(example: Example) -> Any:
 
 def _nearest_vehicle(example: Example) -> Any:
     """Returns the meters along the camera's axis to the nearest car, van or truck, or infinity."""
-    types, places = (example['objects'][column] for column in ('type', 'location'))
-    ahead = (place[2] for kind, place in zip(types, places, strict=True) if kind < 3)
-    return min(ahead, default=np.inf)
+    types = example['objects']['type']
+    locations = example['objects']['location']
+    distances = (location[2] for kind, location in zip(types, locations, strict=True) if kind < 3)
+    return min(distances, default=np.inf)
 
 
 _OBJECTS = LabelReader(
@@ -73,32 +74,84 @@ _CLEVR_DISTANCE = _bin_label((8.0, 8.5, 9.0, 9.5, 10.0), _DISTANCES, _nearest_ob
 _VEHICLES = 'to 8 m', '8 to 20 m', 'over 20 m', 'no vehicle'
 _KITTI_DISTANCE = _bin_label((8.0, 20.0, 999.0), _VEHICLES, _nearest_vehicle)
 
-_SPLIT_90 = 'train[:90%]', 'train[90%:]'
-_SPLIT_80 = 'train[:80%]', 'train[80%:]'
-_SPLIT_60_20 = 'train[:60%]', 'train[60%:80%]', 'train[80%:]'
-_SPLIT_80_10 = 'train[:80%]', 'train[80%:90%]', 'train[90%:]'
-_CLEVR = Task('structured', 'clevr', 3, *_SPLIT_90, 'validation', crop=False)
-_DSPRITES = Task('structured', 'dsprites', 2, *_SPLIT_80_10, flip=False)
-_SMALLNORB = Task('structured', 'smallnorb', 2, 'train', 'test[:50%]', 'test[50%:]')
+_CLEVR = Task(
+    group='structured',
+    data='clevr',
+    version=3,
+    train='train[:90%]',
+    validation='train[90%:]',
+    test='validation',
+    crop=False,
+)
+_DSPRITES = Task(
+    group='structured',
+    data='dsprites',
+    version=2,
+    train='train[:80%]',
+    validation='train[80%:90%]',
+    test='train[90%:]',
+    flip=False,
+)
+_SMALLNORB = Task(
+    group='structured',
+    data='smallnorb',
+    version=2,
+    validation='test[:50%]',
+    test='test[50%:]',
+)
 
 TASKS = {
-    'caltech101': Task('natural', 'caltech101', 3, *_SPLIT_90),
-    'cifar100': Task('natural', 'cifar100', 3, *_SPLIT_90),
-    'dtd': Task('natural', 'dtd', 3),
-    'flowers102': Task('natural', 'oxford_flowers102', 2),
-    'pets': Task('natural', 'oxford_iiit_pet', 3, *_SPLIT_80),
-    'sun397': Task('natural', 'sun397/tfds', 4),
-    'svhn': Task('natural', 'svhn_cropped', 3, *_SPLIT_90),
-    'camelyon': Task('specialized', 'patch_camelyon', 2),
-    'eurosat': Task('specialized', 'eurosat/rgb', 2, *_SPLIT_60_20),
-    'resisc45': Task('specialized', 'resisc45', 3, *_SPLIT_60_20),
-    'retinopathy': Task('specialized', 'diabetic_retinopathy_detection/btgraham-300', 3),
+    'caltech101': Task(
+        group='natural', data='caltech101', version=3, train='train[:90%]', validation='train[90%:]'
+    ),
+    'cifar100': Task(
+        group='natural', data='cifar100', version=3, train='train[:90%]', validation='train[90%:]'
+    ),
+    'dtd': Task(group='natural', data='dtd', version=3),
+    'flowers102': Task(group='natural', data='oxford_flowers102', version=2),
+    'pets': Task(
+        group='natural',
+        data='oxford_iiit_pet',
+        version=3,
+        train='train[:80%]',
+        validation='train[80%:]',
+    ),
+    'sun397': Task(group='natural', data='sun397/tfds', version=4),
+    'svhn': Task(
+        group='natural',
+        data='svhn_cropped',
+        version=3,
+        train='train[:90%]',
+        validation='train[90%:]',
+    ),
+    'camelyon': Task(group='specialized', data='patch_camelyon', version=2),
+    'eurosat': Task(
+        group='specialized',
+        data='eurosat/rgb',
+        version=2,
+        train='train[:60%]',
+        validation='train[60%:80%]',
+        test='train[80%:]',
+    ),
+    'resisc45': Task(
+        group='specialized',
+        data='resisc45',
+        version=3,
+        train='train[:60%]',
+        validation='train[60%:80%]',
+        test='train[80%:]',
+    ),
+    'retinopathy': Task(
+        group='specialized', data='diabetic_retinopathy_detection/btgraham-300', version=3
+    ),
     'clevr_count': _CLEVR._replace(label=_OBJECTS),
     'clevr_distance': _CLEVR._replace(label=_CLEVR_DISTANCE),
-    'dmlab': Task('structured', 'dmlab', 2, crop=False),
+    'dmlab': Task(group='structured', data='dmlab', version=2, crop=False),
     'dsprites_location': _DSPRITES._replace(label=_grouped('label_x_position', 32, 16), crop=False),
     'dsprites_orientation': _DSPRITES._replace(label=_grouped('label_orientation', 40, 16)),
-    'kitti_distance': Task('structured', 'kitti', 3, label=_KITTI_DISTANCE, crop=False),
+    'kitti_distance': Task(
+        group='structured', data='kitti', version=3, label=_KITTI_DISTANCE, crop=False
+    ),
     'smallnorb_azimuth': _SMALLNORB._replace(label='label_azimuth', flip=False),
     'smallnorb_elevation': _SMALLNORB._replace(label='label_elevation'),
 }
@@ -118,9 +171,10 @@ def _open_splits(data: str) -> Splits:
         source = splits[split]()
         return _brighten(source) if task.data == 'dsprites' else source
 
-    parts = {'train': task.train, 'validation': task.validation, 'test': task.test}
+    splits_of_data = {'train': task.train, 'validation': task.validation, 'test': task.test}
     return {
-        split: functools.partial(take_split, part, whole, of=data) for split, part in parts.items()
+        name: functools.partial(take_split, split, whole, of=data)
+        for name, split in splits_of_data.items()
     }
 
 
@@ -134,8 +188,10 @@ def _folder(name: str, task: Task) -> str:
     except UserError:
         folder = tfds.find_prepared(task.data)
     version = pathlib.Path(folder).name
-    expected = f'the benchmark uses version {task.version}, so results may differ'
-    warn_once(f'vtab:{name}: found version {version} of tfds:{task.data}; {expected}')
+    warn_once(
+        f'vtab:{name}: found version {version} of tfds:{task.data}; '
+        f'the benchmark uses version {task.version}, so results may differ'
+    )
     return folder
 
 

@@ -62,7 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
     folder = storage.resolve_folder(arguments.workdir)
     require_outside(arguments.workdir, config.data)
     make_folder(folder)
-    needs_classes = make_task(config, num_classes=0).uses_labels
+    needs_classes = make_task(config, num_classes=0).needs_classes
     opener = make_opener(config.held_out, needs_classes=needs_classes)
     problems = Problems()
     train, tests = _open_parts(config, opener, problems)

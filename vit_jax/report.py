@@ -22,6 +22,7 @@ from vit_jax.figures import page
 from vit_jax.figures.page import Picture, Section, Table
 from vit_jax.studies import history, planned_runs, results
 from vit_jax.studies.history import History
+from vit_jax.training.metrics import SET_METRICS
 
 _DASHES = '-', '--', '-.', (0, (6, 1.5, 1, 1.5, 1, 1.5))
 _CURVES_TEXT = (
@@ -119,16 +120,18 @@ def _names(runs: Sequence[History]) -> list[str]:
 
 
 def _list_curves(runs: Sequence[History]) -> list[_Curves]:
-    """Lists the pictures, with one for each metric that a configuration adds."""
-    further = {metric.name: metric for run in runs for metric in run.own_metrics}
+    """Lists the pictures, with one for each metric of whole data sets that a run has measured."""
+    known = SET_METRICS | {metric.name: metric for run in runs for metric in run.own_metrics}
+    measured = {name.rpartition('/')[2] for name in _names(runs)}
     added = [
         _Curves(
             title=metric.label[0].upper() + metric.label[1:],
-            pattern=rf'[^/]+/{metric.name}',
+            pattern=rf'[^/]+/{name}',
             scale='percent' if metric.unit == 'percent' else 'linear',
             text='Over all images of each evaluation.',
         )
-        for metric in further.values()
+        for name, metric in known.items()
+        if name in measured
     ]
     return [*_MEASURED, *added, *_OTHERS]
 

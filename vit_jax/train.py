@@ -91,8 +91,8 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
     """
     if not isinstance(config.data, str):
         return None
-    uses_labels = make_task(config, num_classes=1).uses_labels
-    if config.start_from is not None and uses_labels:
+    is_classification = make_task(config, num_classes=1).needs_classes
+    if config.start_from is not None and is_classification:
         words = ['evaluate', checkpoint, f'--data={config.data}']
         name = (config.keep_best or '').partition('/')[0]
         if name and config.evaluations[name].split.startswith('train'):

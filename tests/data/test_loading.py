@@ -2,6 +2,7 @@ import dataclasses
 import io
 import itertools
 import types
+from concurrent import futures
 
 import chex
 import cv2
@@ -13,7 +14,9 @@ from PIL import Image
 from vit_jax.base import UserError
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
+from vit_jax.data.loading import ExampleRef, make_reader
 from vit_jax.data.sources.arrays import array_source
+from vit_jax.data.sources.base import Source
 from vit_jax.distributed.meshes import MeshConfig, batch_sharding, make_mesh
 
 N = 37
@@ -258,3 +261,21 @@ def test_a_batch_needs_no_more_than_the_memory(monkeypatch, backend, steps, byte
     loading.check_memory(10, (2, 4), 'config.batch_size', steps)
     with pytest.raises(UserError, match='config.batch_size=11'):
         loading.check_memory(11, (2, 4), 'config.batch_size', steps)
+
+
+def test_a_label_that_is_no_whole_number_is_rejected_not_rounded():
+    images = np.zeros((3, 8, 8, 3), np.uint8)
+    source = Source(
+        count=3,
+        class_names=('a', 'b'),
+        read=lambda index: (images[index], 0.75),
+        name_of=str,
+        label_of=lambda index: 0.75,
+        data='mine',
+    )
+    reader = make_reader(source, Preprocessing(), (8, 8), on_unreadable='skip')
+    with futures.ThreadPoolExecutor(1) as pool:
+        with pytest.raises(UserError, match=r'mine: got the label 0.75; expected class numbers'):
+            reader.examples([ExampleRef(0)], pool)
+    with pytest.raises(UserError, match='mine: got the label'):
+        assert source.labels is None

@@ -48,12 +48,12 @@ def trained(batches, weights):
     for heads, kind in zip(first, KINDS, strict=True):
         heads[:, used(*kind)] = weights[kind].reshape(len(heads), -1, width, classes)
     heads = Heads(jnp.array(first.reshape(-1, *first.shape[2:])), jnp.zeros((52, classes)))
-    state = heads, linear_probe.make_optimizer(CONFIG).init(heads)
+    state = linear_probe.ProbeState(heads, linear_probe.make_optimizer(CONFIG).init(heads))
     update = jax.jit(lambda *values: linear_probe.update(CONFIG, *values)[0])
     for tokens, patches, labels in batches:
         vectors = jnp.stack([*tokens, patches.mean(axis=1)], axis=1)
         state = update(state, vectors, jax.nn.one_hot(labels, classes))
-    return [np.split(np.asarray(leaf), len(KINDS)) for leaf in state[0]]
+    return [np.split(np.asarray(leaf), len(KINDS)) for leaf in state.heads]
 
 
 def test_the_heads_are_those_of_dinov2s_code():

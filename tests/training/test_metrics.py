@@ -12,6 +12,7 @@ from tests import tiny
 from tests.experiment.test_training_run import board
 from vit_jax import evaluate, report
 from vit_jax.base import UserError
+from vit_jax.cli import config_flags
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import make_reader
 from vit_jax.data.sources.arrays import array_source
@@ -19,6 +20,8 @@ from vit_jax.evaluation import head
 from vit_jax.evaluation.evaluator import batches_on_all_devices, make_evaluator
 from vit_jax.experiment import training_run
 from vit_jax.studies import history
+from vit_jax.tasks.several_labels import SeveralLabels
+from vit_jax.tasks.single_label import SingleLabel
 from vit_jax.training import metrics
 from vit_jax.training.losses import sum_examples
 from vit_jax.training.metrics import METRICS, SET_METRICS, Metric, find_metric, resolve_metrics
@@ -87,9 +90,21 @@ def measure(metric, logits, labels):
 def test_a_metric_is_that_of_another_library_without_padding(name, labels):
     expected = ALONE[name][labels.ndim - 1]
     if expected is None:
+        assert METRICS[name].labels == 'one'
         pytest.skip('not defined for several classes')
     found = measure(METRICS[name], LOGITS, labels)
     assert found == pytest.approx(expected(LOGITS, labels), rel=1e-6)
+
+
+def test_a_metric_for_other_labels_is_rejected_before_a_run():
+    several = SeveralLabels(num_classes=4, multi_label=True)
+    config = tiny.experiment(metrics=('balanced_accuracy',))
+    with pytest.raises(UserError, match='balanced_accuracy: only for images with one class'):
+        several.metrics(config)
+    assert 'balanced_accuracy' not in [metric.name for metric in several.metrics(tiny.experiment())]
+    for task in several, SingleLabel(num_classes=4):
+        measured = [METRICS[name].labels for name in task.measured]
+        assert not {*measured} & {'one' if task.multi_label else 'several'}
 
 
 def test_better_is_more_except_of_losses():
@@ -157,6 +172,15 @@ def test_metrics_that_cannot_be_measured_are_rejected_before_a_run(given, messag
     with pytest.raises(UserError) as error:
         tiny.experiment(metrics=tuple(given))
     assert message in str(error.value)
+
+
+def test_the_command_line_takes_names_of_metrics_with_commas():
+    config = config_flags.apply_overrides(
+        tiny.experiment(), ['metrics=auroc, mean_average_precision'], where='config'
+    )
+    assert config.metrics == ('auroc', 'mean_average_precision')
+    with pytest.raises(UserError, match="no metric 'aurok'"):
+        config_flags.apply_overrides(tiny.experiment(), ['metrics=aurok'], where='config')
 
 
 def test_a_function_that_returns_no_number_is_named():

@@ -118,6 +118,12 @@ def _find_field(record: Any, path: str, *, where: str) -> tuple[Any, tuple[Any, 
     return holder, options
 
 
+def _holds_strings(options: tuple[Any, ...]) -> bool:
+    """Returns whether a field may hold a tuple of strings, alone or among other items."""
+    tuples = [option for option in options if typing.get_origin(option) is tuple]
+    return any(str in records.union_members(typing.get_args(option)[0]) for option in tuples)
+
+
 def _parse(text: str, options: tuple[Any, ...], *, where: str) -> Any:
     """Parses the text of a field that may have any of these types."""
     choices = [name for option in options for name in typing.get_args(option)]
@@ -126,7 +132,7 @@ def _parse(text: str, options: tuple[Any, ...], *, where: str) -> Any:
         return None
     if tuple[int, int] in options and (sides := re.fullmatch(r'(\d+)\s*[xX×]\s*(\d+)', text)):
         raise UserError(f'{where}={text}: expected {sides[1]},{sides[2]}')
-    if tuple[str, ...] in options and not text.startswith(('(', '[', '"', "'")):
+    if _holds_strings(options) and not text.startswith(('(', '[', '"', "'")):
         return tuple(name.strip() for name in text.split(',') if name.strip())
     kinds = records.record_types(options)
     if text in kinds:

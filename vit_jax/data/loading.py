@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
 from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT
 from vit_jax.data.image_preprocessing import Crop, Preprocessing, Size, decode_and_crop
-from vit_jax.data.sources.base import Label, Source
+from vit_jax.data.sources.base import Label, Source, check_label
 from vit_jax.distributed.meshes import MeshConfig, batch_sharding, local_rows, make_mesh, put
 
 OnUnreadable = Literal['error', 'skip']
@@ -72,13 +72,16 @@ class ImageReader:
                 if ref is None:
                     continue
                 try:
-                    images[row], labels[row] = self.example(ref)
+                    images[row], label = self.example(ref)
                 except UserError as error:
                     if self.on_unreadable != 'skip':
                         raise UserError(f'{error} ({_SKIP_HINT})') from error
                     batch['mask'][row] = False
                     if self.on_skipped is not None:
                         self.on_skipped(str(error))
+                else:
+                    check_label(label, self.source.data)
+                    labels[row] = label
 
         list(pool.map(read_rows, range(0, len(refs), _ROWS)))  # raises the threads' exceptions
         return batch | {'images': images, 'labels': labels}

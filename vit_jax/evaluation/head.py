@@ -155,7 +155,9 @@ def evaluate_head(
     if any_is_right:
         loss = losses.with_scaled_targets(loss)
     measured = metrics.SEVERAL_LABELS if source.multi_label else metrics.SINGLE_LABEL
-    of_set = [] if any_is_right else metrics.combine_metrics(measured, further_metrics)
+    of_set = []
+    if not any_is_right:
+        of_set = metrics.combine_metrics(measured, further_metrics, multi_label=source.multi_label)
     names = {'labels', *(name for metric in of_set for name in metric.outputs)}
     if calibrate and not source.multi_label:
         names.add('logits')

@@ -147,7 +147,7 @@ def build_experiment(
     if config.total is None:
         raise UserError('config.total: not set; expected a length, such as --config.total.epochs=7')
 
-    needs_classes = make_task(config, num_classes=0).uses_labels
+    needs_classes = make_task(config, num_classes=0).needs_classes
     opener = make_opener(config.held_out, needs_classes=needs_classes)
     train, evaluated = _open_data(config, opener)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))

@@ -52,14 +52,14 @@ def with_dummy_data(
         config.model is not None or config.start_from is not None,
         'config.model: not set; expected a model or --config.start_from=CHECKPOINT',
     )
-    uses_labels = make_task(config, num_classes=0).uses_labels
-    if not uses_labels:
+    needs_classes = make_task(config, num_classes=0).needs_classes
+    if not needs_classes:
         num_classes = 1
     elif config.model is not None:
         num_classes = num_classes or config.model.num_classes
     if num_classes is None or num_images is None:
         try:
-            open_data = make_opener(config.held_out, needs_classes=uses_labels)
+            open_data = make_opener(config.held_out, needs_classes=needs_classes)
             data = open_data(config.data, config.train_split, classes=config.classes)
         except UserError as error:
             hint = 'to plan without data, set --num_classes=1000 --num_images=1281167 (ImageNet)'

@@ -25,7 +25,7 @@ from vit_jax.training.objectives import TASK, MaskedAutoencoder
 class Autoencoding(Task):
     """Prediction of the pixels of removed patches, without labels."""
 
-    uses_labels = False
+    needs_classes = False
 
     @property
     def shown(self) -> tuple[str, ...]:

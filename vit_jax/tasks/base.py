@@ -35,13 +35,18 @@ class Task:
     """
 
     num_classes: int  # number of classes of the training images
+    multi_label: bool = False  # whether training images may have several classes
     outputs: tuple[OutputName, ...] = ()  # outputs of evaluations that metrics need
 
-    uses_labels: ClassVar[bool] = True
+    needs_classes: ClassVar[bool] = True  # whether the data must have classes
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Names of the metrics of whole data sets that each evaluation measures."""
+        """Names of the metrics of whole data sets that each evaluation measures.
+
+        They are in `METRICS`. Evaluations with more or fewer classes per image than in training
+        measure none of them.
+        """
         return ()
 
     @property
@@ -51,11 +56,11 @@ class Task:
 
     def metrics(self, config: TrainConfig) -> list[Metric]:
         """Returns the metrics of whole data sets that evaluations measure."""
-        return combine_metrics(self.measured, config.metrics)
+        return combine_metrics(self.measured, config.metrics, multi_label=self.multi_label)
 
     def shown_metrics(self, config: TrainConfig) -> list[Metric]:
         """Returns the metrics that are printed during training."""
-        return combine_metrics(self.shown, config.metrics)
+        return combine_metrics(self.shown, config.metrics, multi_label=self.multi_label)
 
     def check_data(
         self, config: TrainConfig, train: Source, evaluated: Mapping[str, Source]

@@ -35,7 +35,7 @@ def _choose_task(config: TrainConfig, num_classes: int, multi_label: bool) -> Ta
     if config.objective is not None:
         return _OF_OBJECTIVES[type(config.objective)](num_classes=num_classes)
     kind = SeveralLabels if multi_label else SingleLabel
-    labels = kind(num_classes=num_classes)
-    if config.distillation.teacher is not None:
-        return FromTeacher(num_classes=num_classes, labels=labels)
-    return labels
+    labels = kind(num_classes=num_classes, multi_label=multi_label)
+    if config.distillation.teacher is None:
+        return labels
+    return FromTeacher(num_classes=num_classes, multi_label=multi_label, labels=labels)

@@ -31,7 +31,7 @@ NUM_COLORS = _LEVELS**3
 class MaskedPatchPrediction(Task):
     """Prediction of corrupted patches from the others, without labels."""
 
-    uses_labels = False
+    needs_classes = False
 
     @property
     def shown(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 A metric is a mean over examples, which a task sums on the devices, or a number of a whole data set
 (`Metric.of_set`), which the evaluator computes on the host from the outputs of all images.
 
-To add a metric, extend `METRICS`; a mean over examples is computed in `example_metrics`.
+To add a metric, extend `_OF_SETS`, or `_MEANS` and `example_metrics` for a mean over examples.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ class Metric(records.Record):
     lower_is_better: bool = False  # direction, for keep_best and patience
     of_set: Callable[..., Any] | None = None  # f(*outputs) -> number; None: mean over examples
     outputs: tuple[OutputName, ...] = ('logits', 'labels')  # arguments of of_set
+    labels: Literal['one', 'several', 'any'] = 'any'  # classes per image for which it is defined
 
     @property
     def label(self) -> str:
@@ -190,6 +191,7 @@ _OF_SETS = [
         unit='percent',
         of_set=balanced_accuracy,
         outputs=('predicted', 'labels'),
+        labels='one',
     ),
     Metric(name='macro_f1', unit='percent', of_set=macro_f1, outputs=('predicted', 'labels')),
     Metric(name='mean_average_precision', unit='percent', of_set=mean_average_precision),
@@ -235,11 +237,21 @@ def resolve_metrics(given: Sequence[str | Metric | MetricFunction]) -> list[Metr
 
 
 def combine_metrics(
-    measured: Sequence[str], further: Sequence[str | Metric | MetricFunction]
+    measured: Sequence[str],
+    further: Sequence[str | Metric | MetricFunction],
+    *,
+    multi_label: bool,
 ) -> list[Metric]:
-    """Returns metrics by name, then further ones of `resolve_metrics`, without repetition."""
+    """Returns metrics by name, then further ones of `resolve_metrics`, without repetition.
+
+    Raises UserError if a further metric is not defined for images with one, or several, classes.
+    """
     found = {name: METRICS[name] for name in measured}
-    found |= {metric.name: metric for metric in resolve_metrics(further)}
+    for metric in resolve_metrics(further):
+        if metric.labels not in ('any', 'several' if multi_label else 'one'):
+            needed = 'one class' if metric.labels == 'one' else 'several classes'
+            raise UserError(f'metrics: {metric.name}: only for images with {needed}; leave it out')
+        found[metric.name] = metric
     return [*found.values()]
 
 

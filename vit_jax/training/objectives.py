@@ -9,7 +9,8 @@ from vit_jax.base import records
 # the model, so checkpoints store them with the state of the optimizer.
 TASK = 'task'
 Target = Literal['mean_color', 'colors_4x4', 'pixels']
-# Fields of the experiment that need classes; * stands for the name of any evaluation.
+# Fields of classification; * stands for the name of any evaluation. A field that a task does not
+# use, and that is not in its `unused`, would be ignored silently.
 _OF_CLASSES = 'loss', 'metrics', 'distillation', 'head', 'reuse_head', 'init_head', 'evals.*.labels'
 _OF_PATCHES = 'patch_sizes', 'evals.*.patch_size'
 

@@ -63,7 +63,10 @@ class Source:
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         """All labels, as class numbers (n) or as multi-label rows of 0 and 1 (n k)."""
         kind = np.int8 if self.multi_label else np.int32
-        return self.read_labels(range(self.count)).astype(kind, copy=False)
+        labels = self.read_labels(range(self.count))
+        if self.count:
+            check_label(labels, self.data)
+        return labels.astype(kind, copy=False)
 
     def read_names(self, indices: Sequence[int]) -> list[str]:
         """Returns the names of these images."""
@@ -77,6 +80,13 @@ class Source:
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
         """Reads the sizes (see `size_of`) of these images in threads."""
         return np.array(_map_in_threads(self.size_of, indices), np.int64)
+
+
+def check_label(label: Any, data: str) -> None:
+    """Raises UserError unless a label, or each of an array of labels, is a whole number."""
+    if not isinstance(label, int | np.integer) and np.asarray(label).dtype.kind not in 'iub':
+        wrong = f'{data}: got the label {label!r:.60}'
+        raise UserError(f'{wrong}; expected class numbers, or rows of 0 and 1')
 
 
 def _map_in_threads(function: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:

@@ -268,14 +268,16 @@ def test_a_label_that_is_no_whole_number_is_rejected_not_rounded():
     source = Source(
         count=3,
         class_names=('a', 'b'),
-        read=lambda index: (images[index], 0.75),
+        read=lambda index: (images[index], np.array(0.75)),
         name_of=str,
-        label_of=lambda index: 0.75,
+        label_of=lambda index: np.array(0.75),
         data='mine',
     )
     reader = make_reader(source, Preprocessing(), (8, 8), on_unreadable='skip')
     with futures.ThreadPoolExecutor(1) as pool:
-        with pytest.raises(UserError, match=r'mine: got the label 0.75; expected class numbers'):
+        with pytest.raises(
+            UserError, match=r'mine: got the label array\(0.75\); expected class numbers'
+        ):
             reader.examples([ExampleRef(0)], pool)
     with pytest.raises(UserError, match='mine: got the label'):
         assert source.labels is None

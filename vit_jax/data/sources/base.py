@@ -63,10 +63,7 @@ class Source:
     def labels(self) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         """All labels, as class numbers (n) or as multi-label rows of 0 and 1 (n k)."""
         kind = np.int8 if self.multi_label else np.int32
-        labels = self.read_labels(range(self.count))
-        if self.count:
-            check_label(labels, self.data)
-        return labels.astype(kind, copy=False)
+        return self.read_labels(range(self.count)).astype(kind, copy=False)
 
     def read_names(self, indices: Sequence[int]) -> list[str]:
         """Returns the names of these images."""
@@ -75,7 +72,10 @@ class Source:
     def read_labels(self, indices: Sequence[int]) -> Int[np.ndarray, 'n'] | Int[np.ndarray, 'n k']:
         """Reads the labels of these images, in threads if they are not in memory."""
         apply = map if self.labels_in_memory else _map_in_threads
-        return np.array([*apply(self.label_of, indices)])
+        labels = [*apply(self.label_of, indices)]
+        for label in labels[:1]:  # the others have the same type
+            check_label(label, self.data)
+        return np.array(labels)
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
         """Reads the sizes (see `size_of`) of these images in threads."""

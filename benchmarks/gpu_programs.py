@@ -38,7 +38,7 @@ from vit_jax.models import (
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.training.duration import Duration
 from vit_jax.training.losses import LossConfig
-from vit_jax.training.objectives import MaskedPatches
+from vit_jax.training.objectives import MaskedAutoencoder, MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.training.sharpness import Sam
 from vit_jax.training.update import TrainState
@@ -90,6 +90,7 @@ NOISE = {
     'augmentation': augreg('medium2'),
 }
 MASKED = {'objective': MaskedPatches()}
+REMOVED = {'objective': MaskedAutoencoder()}
 VIT_5 = {
     'norm': 'rms',
     'qk_norm': True,
@@ -119,6 +120,7 @@ PROGRAMS = {
     'vit, float32, attention pooling, heads of 12, relative positions': Program(
         vit(width=48, num_heads=4, pool='map', positions='relative'), Compute(dtype='float32')
     ),
+    'vit, masked autoencoder': Program(VIT, changes=REMOVED),
     'vit, remat=dots, masked patches': Program(VIT, Compute(remat='dots'), changes=MASKED),
     'vit, as in ViT-5, LAMB, SAM and PatchDropout': Program(vit(**VIT_5), changes=RECIPE),
     'vit, features': Program(VIT, step='features'),

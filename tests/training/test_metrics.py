@@ -164,7 +164,7 @@ ERRORS = Metric(
         (['aurok'], "no metric 'aurok'; did you mean 'auroc'?"),
         (['auroc', 'auroc'], 'got auroc two times'),
         ([Metric(name='mine')], 'mine: of_set is not set'),
-        ([Metric(name='accuracy', of_set=max)], 'accuracy is the name of another metric'),
+        ([Metric(name='accuracy', of_set=max)], 'accuracy: the name of another metric'),
         ([lambda logits, labels: 0], "'<lambda>'"),
     ],
 )

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.base import Array, Batch, Float, Key, Params, UserError
-from vit_jax.checkpoints import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import example_keys
 from vit_jax.models import Model, ModelConfig, ViTConfig
@@ -30,9 +29,6 @@ class Autoencoding(Task):
     @property
     def shown(self) -> tuple[str, ...]:
         return ('loss',)
-
-    def adapt_stored_model(self, model: ModelConfig) -> ModelConfig:
-        return transfer.remove_head(transfer.with_linear_head(model, num_classes=None))
 
     def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
         assert isinstance(config.objective, MaskedAutoencoder)

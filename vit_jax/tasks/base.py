@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from vit_jax.base import Array, Float
+from vit_jax.checkpoints import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
 from vit_jax.models import Model, ModelConfig
@@ -69,8 +70,11 @@ class Task:
         return []
 
     def adapt_stored_model(self, model: ModelConfig) -> ModelConfig:
-        """Returns the architecture of a checkpoint with the outputs that the task trains."""
-        raise NotImplementedError
+        """Returns the architecture of a checkpoint with the outputs that the task trains.
+
+        By default, the head is removed.
+        """
+        return transfer.with_linear_head(transfer.remove_head(model), num_classes=None)
 
     def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
         """Returns the architecture to train. Raises UserError if it does not fit the task."""

@@ -11,7 +11,6 @@ import optax
 
 from vit_jax.base import UserError, records
 from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Num, Params
-from vit_jax.checkpoints import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import example_keys
 from vit_jax.models import Corruption, Model, ModelConfig, ViTConfig
@@ -36,9 +35,6 @@ class MaskedPatchPrediction(Task):
     @property
     def shown(self) -> tuple[str, ...]:
         return 'loss', 'accuracy'
-
-    def adapt_stored_model(self, model: ModelConfig) -> ModelConfig:
-        return transfer.with_linear_head(transfer.remove_head(model), num_classes=None)
 
     def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
         assert isinstance(config.objective, MaskedPatches)

@@ -222,10 +222,9 @@ def resolve_metrics(given: Sequence[str | Metric | MetricFunction]) -> list[Metr
             metric = SET_METRICS[one]
         elif isinstance(one, Metric):
             metric = one
-            wrong = f'metrics: {metric.name}: of_set is not set'
-            require(metric.of_set is not None, f'{wrong}; expected a function of outputs')
-            wrong = f'metrics: {metric.name} is the name of another metric'
-            require(metric.name not in METRICS, f'{wrong}; use another name')
+            name = f'metrics: {metric.name}'
+            require(metric.of_set is not None, f'{name}: of_set is not set; expected a function')
+            require(metric.name not in METRICS, f'{name}: the name of another metric; rename it')
         else:
             name = re.split(r'[:.]', records.text_of(one))[-1]
             metric = Metric(name=name, of_set=one)

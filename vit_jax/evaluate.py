@@ -47,7 +47,7 @@ from vit_jax.data.sources.opening import EXPECTED, Opener, make_opener, require_
 from vit_jax.evaluation import head, imagenet_suite
 from vit_jax.evaluation.calibration import Calibration
 from vit_jax.evaluation.head import HeadReport, Prediction
-from vit_jax.experiment.data_manifest import find_source_run
+from vit_jax.experiment.data_manifest import SourceRun, find_source_run
 from vit_jax.figures import bitmaps
 from vit_jax.predict import open_output, require_new
 from vit_jax.pretrained import LoadedModel, load
@@ -78,22 +78,23 @@ def main(arguments: argparse.Namespace) -> int:
     """Evaluates the checkpoint on a data set or a suite. Returns 1 if an image is unreadable."""
     if arguments.out or arguments.predictions or arguments.mistakes:
         output.ignore_closed_pipes()
-    _check_flags(arguments)
+    origin = None if arguments.suite else find_source_run(arguments.checkpoint)
+    _check_flags(arguments, origin)
     loaded = load(arguments.checkpoint, **app.checkpoint_options(arguments))
     print('\n'.join(loaded.report))
     loaded.require_head()
-    evaluate = _evaluate_suite if arguments.suite else _evaluate_data
-    return evaluate(loaded, arguments)
+    if arguments.suite:
+        return _evaluate_suite(loaded, arguments)
+    return _evaluate_data(loaded, origin, arguments)
 
 
-def _check_flags(arguments: argparse.Namespace) -> None:
+def _check_flags(arguments: argparse.Namespace, origin: SourceRun | None) -> None:
     """Raises UserError if flags do not fit together, or if outputs cannot be written there."""
     if arguments.suite:
         for name in _NOT_IN_SUITES:
             require(not vars(arguments)[name], f'--{name}: not used with --suite; leave it out')
     for folder in filter(None, (arguments.out, arguments.mistakes)):
         if not arguments.suite:
-            origin = find_source_run(arguments.checkpoint)
             require_outside(folder, arguments.data or (origin.data if origin else None))
         make_folder(folder)
     files = []
@@ -116,9 +117,10 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     require_new(files, overwrite=arguments.overwrite)
 
 
-def _evaluate_data(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
+def _evaluate_data(
+    loaded: LoadedModel, origin: SourceRun | None, arguments: argparse.Namespace
+) -> int:
     """Prints the metrics, the worst classes and the most frequent confusions; writes files."""
-    origin = find_source_run(arguments.checkpoint)
     data: str = arguments.data or (origin.data if origin else '')
     require(bool(data), f'--data: missing; expected labeled images: {EXPECTED}')
     own_split = origin.find_split(data) if origin else None
@@ -193,7 +195,7 @@ def _describe_report(report: HeadReport) -> list[str]:
     lines = []
     for name, value in report.metrics.items():
         metric = find_metric(name)
-        lines.append(f'{metric.label:<24}{metric.format(value):>8}')
+        lines.append(f'{metric.title:<24}{metric.format(value):>8}')
     if report.calibration is not None:
         lines += _describe_calibration(report.calibration)
     lines += ['', *_describe_worst_classes(report.classes)]
@@ -354,8 +356,7 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             measured[test_set.name] = report.metrics | {'images': report.num_images}
             results = []
             for name, value in report.metrics.items():
-                metric = find_metric(name)
-                results.append(f'{metric.label} {metric.format(value)}')
+                results.append(find_metric(name).describe(value))
             results.append(plural(report.num_images, 'image'))
             print(f'{test_set.name:<22}{", ".join(results)}', flush=True)
         mce = imagenet_suite.mean_corruption_error(measured)
@@ -375,10 +376,13 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     return output.report_unreadable(unreadable, readable + len(unreadable))
 
 
-def _split_names(text: str) -> tuple[str, ...]:
-    """Returns the names of metrics in a list with commas. Raises UserError for an unknown name."""
+def _metric_names(text: str) -> tuple[str, ...]:
+    """Parses the names of metrics in a list with commas."""
     names = tuple(name.strip() for name in text.split(',') if name.strip())
-    resolve_metrics(names)
+    try:
+        resolve_metrics(names)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return names
 
 
@@ -415,7 +419,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         '--metrics',
-        type=_split_names,
+        type=_metric_names,
         default=(),
         metavar='NAME,...',
         help=f'further metrics of the whole data set: {", ".join(SET_METRICS)}',

@@ -27,7 +27,7 @@ from vit_jax.data.sources.base import Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits, require_outside
 from vit_jax.experiment.build import make_readers, open_start, resolve_preprocessing
 from vit_jax.figures import bitmaps
-from vit_jax.tasks.making import make_task
+from vit_jax.tasks.making import make_task, needs_classes
 from vit_jax.training.duration import make_train_length
 from vit_jax.training.losses import make_targets
 from vit_jax.training.update import AUGMENT, make_purpose_key
@@ -62,8 +62,7 @@ def main(arguments: argparse.Namespace) -> int:
     folder = storage.resolve_folder(arguments.workdir)
     require_outside(arguments.workdir, config.data)
     make_folder(folder)
-    needs_classes = make_task(config, num_classes=0).needs_classes
-    opener = make_opener(config.held_out, needs_classes=needs_classes)
+    opener = make_opener(config.held_out, needs_classes=needs_classes(config))
     problems = Problems()
     train, tests = _open_parts(config, opener, problems)
     sources = _open_splits(config, [config.train_split, *tests], opener, problems)

@@ -125,7 +125,7 @@ def _list_curves(runs: Sequence[History]) -> list[_Curves]:
     measured = {name.rpartition('/')[2] for name in _names(runs)}
     added = [
         _Curves(
-            title=metric.label[0].upper() + metric.label[1:],
+            title=metric.title[0].upper() + metric.title[1:],
             pattern=rf'[^/]+/{name}',
             scale='percent' if metric.unit == 'percent' else 'linear',
             text='Over all images of each evaluation.',

@@ -16,7 +16,7 @@ from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import evaluator, probing
 from vit_jax.experiment import reporter, training_run
 from vit_jax.experiment.workdirs import METRICS
-from vit_jax.tasks.making import make_task
+from vit_jax.tasks.making import needs_classes
 from vit_jax.training.losses import LossConfig
 
 # Fields that select images. `next_command` repeats the fields that differ from their defaults.
@@ -91,8 +91,7 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
     """
     if not isinstance(config.data, str):
         return None
-    is_classification = make_task(config, num_classes=1).needs_classes
-    if config.start_from is not None and is_classification:
+    if config.start_from is not None and needs_classes(config):
         words = ['evaluate', checkpoint, f'--data={config.data}']
         name = (config.keep_best or '').partition('/')[0]
         if name and config.evaluations[name].split.startswith('train'):

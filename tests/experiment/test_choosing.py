@@ -12,6 +12,7 @@ from vit_jax.base import records
 from vit_jax.config import EvalConfig
 from vit_jax.experiment.build import build_experiment, resolve_compute_on_mesh
 from vit_jax.models import Compute, count_params, variant
+from vit_jax.tasks.single_label import SingleLabel
 from vit_jax.training.optimizer import OptimizerConfig
 
 MODEL = variant('Ti/16', num_classes=1000)
@@ -24,7 +25,7 @@ def choice(memory, optimizer='adamw', *, fsdp=1, teacher=None, **changes):
     mesh = mock.Mock(spec=Mesh, local_devices=[device])
     mesh.shape = {'data': 8 // fsdp, 'fsdp': fsdp, 'tensor': 1}
     values = {'optimizer': OptimizerConfig(kind=optimizer), 'batch_size': 512} | changes
-    options = {'planned': False, 'frozen': teacher}
+    options = {'planned': False, 'frozen': teacher, 'task': SingleLabel(num_classes=1000)}
     return resolve_compute_on_mesh(tiny.experiment(**values), MODEL, mesh, **options)
 
 

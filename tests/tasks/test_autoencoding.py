@@ -15,12 +15,14 @@ from vit_jax import inspect_data
 from vit_jax.base import UserError
 from vit_jax.base.tree_names import named_leaves
 from vit_jax.checkpoints.store import load_params
-from vit_jax.evaluation.probing import FewshotConfig
+from vit_jax.evaluation.probing import FewshotConfig, ProbeSet
 from vit_jax.experiment import training_run
 from vit_jax.experiment.build import build_experiment
 from vit_jax.models import Compute, ViTConfig, build
 from vit_jax.models.autoencoder import build_decoder
+from vit_jax.planning import ahead_of_time
 from vit_jax.tasks.autoencoding import make_autoencoder_sums
+from vit_jax.tasks.making import make_task
 from vit_jax.training.duration import Duration
 from vit_jax.training.objectives import TASK, MaskedAutoencoder
 
@@ -196,6 +198,43 @@ def test_what_it_does_not_use_is_rejected(changes, message):
         build_experiment(tiny.experiment(**(defaults | changes)))
 
 
+def test_encoder_and_decoder_have_each_the_fastest_attention():
+    """cuDNN wants heads of a multiple of 8: those of this encoder have 16, of the decoder 12."""
+    architecture = tiny.model(width=32, depth=3, num_classes=None)
+    decoder = MaskedAutoencoder(decoder_depth=2, decoder_width=24, decoder_heads=2)
+    config = tiny.experiment(model=architecture, objective=decoder)
+    model = build(architecture, compute=Compute(dtype='bfloat16', remat='none'), platform='gpu')
+    task = make_task(config, num_classes=0)
+    shape = 2, *architecture.image_size, architecture.channels
+    batch = {'images': jnp.zeros(shape), 'mask': jnp.ones(2, bool)}
+    batch |= {name: jnp.arange(2) for name in ('example', 'epoch')}
+    params = jax.eval_shape(
+        lambda key: model.init(key) | {TASK: task.init_params(config, architecture, key)},
+        jax.random.key(0),
+    )
+    sums = task.train_sums(config, model, lambda images: images)
+    with ahead_of_time.assume_cudnn():
+        program = str(jax.make_jaxpr(sums)(params, batch))
+    assert program.count('dot_product_attention_fwd_rule') == 3  # one per block of the encoder
+
+
+def test_the_operations_are_those_of_the_visible_patches_and_of_the_decoder():
+    architecture = tiny.model(width=32, depth=1, mlp_dim=64, num_heads=2, num_classes=None)
+    objective = MaskedAutoencoder(decoder_depth=1, decoder_width=16, decoder_heads=2)
+    config = tiny.experiment(model=architecture, objective=objective)
+    counted = make_task(config, num_classes=0).count_multiply_adds(config, architecture)
+
+    def block(tokens, width, hidden):
+        return tokens * (4 * width**2 + 2 * width * hidden) + 2 * tokens**2 * width
+
+    patches = architecture.grid[0] * architecture.grid[1]
+    pixels = architecture.patch_size[0] * architecture.patch_size[1] * architecture.channels
+    visible = 1 + objective.num_visible(patches)
+    encoder = patches * pixels * 32 + block(visible, 32, 64)
+    decoder = visible * 32 * 16 + block(1 + patches, 16, 64) + patches * 16 * pixels
+    assert counted == encoder + decoder
+
+
 @pytest.fixture(scope='module')
 def pretrained(tmp_path_factory):
     """A run without labels, and the same as two starts."""
@@ -204,6 +243,7 @@ def pretrained(tmp_path_factory):
         model=tiny.model(num_classes=None, positions='sincos2d'),
         objective=SMALL,
         total=Duration(steps=4),
+        keep_best='test/loss',
     )
     return training_run.train(config, str(folder / 'run')), folder
 
@@ -229,8 +269,11 @@ def test_a_folder_of_images_without_classes_is_enough(tmp_path, capsys):
     assert inspect_data.main(argparse.Namespace(config=config, workdir=str(folder))) == 0
     with pytest.raises(UserError, match='no class folders'):
         build_experiment(dataclasses.replace(config, objective=None))
-    with pytest.raises(UserError, match='fewshot: .* has no classes'):
+    with pytest.raises(UserError, match='photos: the images have no classes'):
         build_experiment(dataclasses.replace(config, fewshot=FewshotConfig()))
+    sets = {'mine': ProbeSet(data=str(data))}
+    with pytest.raises(UserError, match='photos: the images have no classes'):
+        build_experiment(dataclasses.replace(config, fewshot=FewshotConfig(sets=sets)))
 
 
 @pytest.mark.gate

@@ -150,16 +150,6 @@ def test_a_checkpoint_has_only_the_student_and_its_teacher_may_not_change(tmp_pa
         training_run.train(config, str(tmp_path / 'run'))
 
 
-def test_a_model_for_a_gpu_gets_its_linear_map_without_one():
-    model = build(
-        tiny.model(), compute=Compute(dtype='bfloat16', attention='cudnn'), platform='gpu'
-    )
-    params = jax.eval_shape(
-        distillation.with_projection(model, model.config.width).init, jax.random.key(0)
-    )
-    assert params[TASK][PROJECTION]['kernel'].shape == (model.config.width, model.config.width)
-
-
 @pytest.mark.gate
 def test_a_planned_step_has_the_teacher_as_an_argument_that_is_not_donated(tmp_path):
     config = with_dummy_data(experiment(saved(tmp_path)), num_classes=10, num_images=100)

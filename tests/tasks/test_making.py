@@ -4,7 +4,7 @@ import pytest
 
 from tests import tiny
 from vit_jax.base import records
-from vit_jax.config import TrainConfig
+from vit_jax.config import EvalConfig, TrainConfig
 from vit_jax.experiment.build import build_experiment
 from vit_jax.tasks.making import make_task
 from vit_jax.training.metrics import METRICS
@@ -30,8 +30,10 @@ def test_each_configuration_has_a_task_with_known_metrics(changes):
 
 @pytest.mark.parametrize('name', OBJECTIVES)
 def test_fields_that_an_objective_does_not_use_exist(name):
-    config = tiny.experiment(**CONFIGS[name])
+    config = tiny.experiment(**CONFIGS[name], evals={'test': EvalConfig()}, eval_split='test')
     for path in config.objective.unused:
-        for _, record, field in records.find_fields(config, path):
+        fields = list(records.find_fields(config, path))
+        assert fields, path
+        for _, record, field in fields:
             assert field in records.field_types(type(record)), path
     assert build_experiment(config).train_reader.source.class_names  # labels do no harm

@@ -158,13 +158,19 @@ ERRORS = Metric(
 )
 
 
+def loss(logits, labels):
+    return 0
+
+
 @pytest.mark.parametrize(
     'given, message',
     [
         (['aurok'], "no metric 'aurok'; did you mean 'auroc'?"),
         (['auroc', 'auroc'], 'got auroc two times'),
         ([Metric(name='mine')], 'mine: of_set is not set'),
-        ([Metric(name='accuracy', of_set=max)], 'accuracy: the name of another metric'),
+        ([Metric(name='accuracy', of_set=max)], 'accuracy: the name of another number'),
+        ([loss], 'loss: the name of another number'),
+        ([Metric(name='step', of_set=max)], 'step: the name of another number'),
         ([lambda logits, labels: 0], "'<lambda>'"),
     ],
 )
@@ -191,6 +197,49 @@ def test_a_function_that_returns_no_number_is_named():
 
 def no_number(logits, labels):
     return labels
+
+
+def test_a_function_may_return_an_array_of_jax_or_a_truth_value():
+    outputs = {'logits': LOGITS, 'labels': ONE}
+    for function, expected in ((jax_mean, LOGITS.mean()), (is_any, 1.0)):
+        (metric,) = resolve_metrics([function])
+        assert metric.measure(outputs) == pytest.approx(expected, rel=1e-5)
+
+
+def jax_mean(logits, labels):
+    return jnp.mean(logits)
+
+
+def is_any(logits, labels):
+    return np.any(labels == 0)
+
+
+def test_an_evaluation_measures_what_is_defined_for_its_images():
+    """Of images with more classes than in training, any class is right."""
+    config = tiny.experiment(metrics=('auroc',))
+    one = SingleLabel(num_classes=4)
+    several = SeveralLabels(num_classes=4, multi_label=True)
+    sources = [
+        array_source(np.zeros((60, 8, 8), np.uint8), labels, tuple('abcd'), name='data')
+        for labels in (ONE, SEVERAL)
+    ]
+    found = {
+        (task.multi_label, source.multi_label): [m.name for m in task.metrics_of(config, source)]
+        for task in (one, several)
+        for source in sources
+    }
+    assert found == {
+        (False, False): ['balanced_accuracy', 'macro_f1', 'auroc'],
+        (False, True): [],
+        (True, True): ['mean_average_precision', 'macro_f1', 'auroc'],
+        (True, False): ['mean_average_precision', 'macro_f1', 'auroc'],
+    }
+
+
+def test_the_flag_of_evaluate_says_which_metric_was_meant(capsys):
+    with pytest.raises(SystemExit):
+        evaluate.make_parser().parse_args(['checkpoint', '--metrics=aurok'])
+    assert "no metric 'aurok'; did you mean 'auroc'?" in capsys.readouterr().err
 
 
 @pytest.mark.gate
@@ -239,4 +288,4 @@ def test_a_metric_is_the_same_number_everywhere(tmp_path, capsys):
     assert evaluate.main(evaluate.make_parser().parse_args(arguments)) == 0
     screen = capsys.readouterr().out
     for name in SET_METRICS:
-        assert f'{METRICS[name].label:<24}{measured[name]:>8.2%}' in screen, name
+        assert f'{METRICS[name].title:<24}{measured[name]:>8.2%}' in screen, name

@@ -1,8 +1,8 @@
 """The evaluator, which measures metrics of whole data sets, and outputs of each image.
 
 Training, `evaluate` and `fewshot` use it. An evaluator applies a function of (params, batch),
-jitted for the mesh, to all images in order. Evaluations share a compiled program only if they use
-the same evaluator. `Selection` finds the best evaluation of a training run.
+jitted for the mesh, to all images in order. Evaluations with the same step and batch
+shapes share a compiled program. `Selection` finds the best evaluation of a training run.
 """
 
 import collections
@@ -224,9 +224,7 @@ def summarize_evals(evals: Mapping[str, Mapping[str, float]], shown: Sequence[Me
     summaries = []
     for name, numbers in evals.items():
         formatted = [
-            f'{metric.label} {metric.format(numbers[metric.name])}'
-            for metric in shown
-            if metric.name in numbers
+            metric.describe(numbers[metric.name]) for metric in shown if metric.name in numbers
         ]
         summaries.append(f'{name} {", ".join(formatted)}')
     return '; '.join(summaries)
@@ -261,7 +259,7 @@ class Selection:
     def record(self, step: int, value: float) -> bool:
         """Records the value at a step. Returns whether it is the best; NaN and infinity never are.
 
-        Of equal values, the first is the best.
+        The first of equal values is the best.
         """
         is_better = self.step is None or self.metric.is_better(value, self.value)
         if math.isfinite(value) and is_better:
@@ -297,5 +295,5 @@ class Selection:
             self.later_steps = saved['later_steps']
 
     def __str__(self) -> str:
-        value = self.metric.format(self.value)
-        return f'{self.evaluation} {self.metric.label} {value} (validation, on {self.split})'
+        best = self.metric.describe(self.value)
+        return f'{self.evaluation} {best} (validation, on {self.split})'

@@ -153,8 +153,9 @@ def evaluate_head(
     loss = losses.make_loss(losses.LossConfig(kind=kind))
     any_is_right = source.multi_label and (relabeled or loaded.card.loss == 'softmax')
     if any_is_right:
+        require(not further_metrics, 'metrics: not defined where any class of an image is right')
         loss = losses.with_scaled_targets(loss)
-    measured = metrics.SEVERAL_LABELS if source.multi_label else metrics.SINGLE_LABEL
+    measured = metrics.OF_SEVERAL_CLASSES if source.multi_label else metrics.OF_ONE_CLASS
     of_set = []
     if not any_is_right:
         of_set = metrics.combine_metrics(measured, further_metrics, multi_label=source.multi_label)

@@ -124,6 +124,11 @@ def open_probes(
 def _require_suitable(train: Source, test: Source, drawn: EpisodesConfig | None) -> None:
     """Raises UserError if probes do not support the data set."""
     require(
+        bool(train.class_names),
+        f'{train.data}: the images have no classes; set config.fewshot.sets, or '
+        '--config.fewshot=none',
+    )
+    require(
         train.class_names == test.class_names,
         f'{train.data}: splits {train.split} and {test.split} have different classes',
     )

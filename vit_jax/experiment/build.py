@@ -34,15 +34,14 @@ from vit_jax.experiment.functions import (
     Structure,
     abstract_trained_params,
     make_functions,
-    make_train_sums,
 )
 from vit_jax.experiment.values import Values, make_values, remove_values
 from vit_jax.models import Compute, Model, ModelConfig
 from vit_jax.models.compute import has_fast_bfloat16, resolve_compute
-from vit_jax.models.model import abstract_params, count_params
+from vit_jax.models.model import count_params
 from vit_jax.pretrained import LoadedModel
 from vit_jax.tasks.base import Task
-from vit_jax.tasks.making import make_task
+from vit_jax.tasks.making import make_task, needs_classes
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.metrics import Metric
 from vit_jax.training.objectives import TASK
@@ -147,8 +146,7 @@ def build_experiment(
     if config.total is None:
         raise UserError('config.total: not set; expected a length, such as --config.total.epochs=7')
 
-    needs_classes = make_task(config, num_classes=0).needs_classes
-    opener = make_opener(config.held_out, needs_classes=needs_classes)
+    opener = make_opener(config.held_out, needs_classes=needs_classes(config))
     train, evaluated = _open_data(config, opener)
     length = make_train_length(config.total, batch_size=config.batch_size, num_images=len(train))
 
@@ -160,12 +158,12 @@ def build_experiment(
     size = model_config.image_size
     if config.init_head is not None:
         check_init_head(model_config, train, has_start=start is not None)
-    task, config, loaded = task.load(config, train.class_names)
+    task, config, frozen_model = task.load(config, train.class_names)
 
     planned = devices is not None
     mesh = make_mesh(config, devices)
     compute = resolve_compute_on_mesh(
-        config, model_config, mesh, planned=planned, dtype=dtype, frozen=loaded
+        config, model_config, mesh, task=task, planned=planned, dtype=dtype, frozen=frozen_model
     )
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
@@ -178,7 +176,7 @@ def build_experiment(
         preprocessing=Preprocessing(mean=preprocessing.mean, std=preprocessing.std),
         task=task,
     )
-    params = abstract_trained_params(structure)
+    params = abstract_trained_params(task, config, model_config)
     groups = make_param_groups(config.optimizer, params)
     values = make_values(config, length, groups)
     optimizer = make_optimizer(config.optimizer, look_up(values.learning_rates), groups)
@@ -192,15 +190,14 @@ def build_experiment(
     if config.fewshot is not None:
         probes = open_probes(config.fewshot, config.data, opener, make_reader)
     frozen = None
-    if loaded is not None:
-        frozen = loaded.place_frozen(compute, mesh, config.mesh, abstract=planned)
+    if frozen_model is not None:
+        frozen = frozen_model.place_frozen(compute, mesh, config.mesh, abstract=planned)
     if not planned:
         values = meshes.put(values, jax.tree.map(lambda _: meshes.replicated(mesh), values))
     evaluators = {}
     for name, source in evaluated.items():
         step = functions.evaluate(config.evaluations[name].patch_size)
-        # A metric of one class per image is not defined for several, and the reverse.
-        metrics = task.metrics(config) if source.multi_label == train.multi_label else []
+        metrics = task.metrics_of(config, source)
         evaluators[name] = make_step_evaluator(step, batches, values, metrics=metrics)
     return Experiment(
         config=config,
@@ -234,9 +231,6 @@ def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, S
         name: opener(one.data or config.data, one.split, one.labels, config.classes)
         for name, one in config.evaluations.items()
     }
-    if config.fewshot is not None and not config.fewshot.sets and not train.class_names:
-        wrong = f'config.fewshot: {records.text_of(config.data)} has no classes'
-        raise UserError(f'{wrong}; set config.fewshot.sets, or --config.fewshot=none')
     loading.check_balance(train, config.loader)
     return train, evaluated
 
@@ -285,6 +279,7 @@ def resolve_compute_on_mesh(
     model: ModelConfig,
     mesh: Mesh,
     *,
+    task: Task,
     planned: bool,
     dtype: Any = 'auto',
     frozen: LoadedModel | None = None,
@@ -295,6 +290,7 @@ def resolve_compute_on_mesh(
       config: The configuration.
       model: The architecture.
       mesh: The devices.
+      task: The task, which may train parameters of its own.
       planned: Whether the devices are not attached. Their memory is then taken as unlimited.
       dtype: Value for `compute.dtype=auto`; `auto`: bfloat16 on devices with fast bfloat16.
       frozen: The loaded model of the task, if any.
@@ -305,7 +301,10 @@ def resolve_compute_on_mesh(
         dtype = 'bfloat16' if has_fast_bfloat16(device) else 'float32'
     parts = mesh.shape['data'] * mesh.shape['fsdp'] * config.accumulation_steps
     longest = config.step_variants[0]  # needs the most memory
-    memory = math.inf if planned else _memory_without_state(config, model, mesh)
+    memory = math.inf
+    if not planned:
+        params = abstract_trained_params(task, config, model)
+        memory = _memory_without_state(config, params, mesh)
     if frozen is not None:
         size = count_params(frozen.config) * np.dtype(dtype).itemsize
         memory -= size // (mesh.shape['fsdp'] * mesh.shape['tensor'])
@@ -318,10 +317,10 @@ def resolve_compute_on_mesh(
     )
 
 
-def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -> float:
+def _memory_without_state(config: TrainConfig, params: Params, mesh: Mesh) -> float:
     """Returns the bytes per device left by train state and gradients; inf if unknown (CPUs)."""
     limit = (mesh.local_devices[0].memory_stats() or {}).get('bytes_limit', math.inf)
-    copies = 2 + count_moments(config.optimizer, abstract_params(model))  # parameters and gradients
+    copies = 2 + count_moments(config.optimizer, params)  # parameters and gradients
     if config.ema_decay is not None:
         copies += 1
     if config.accumulation_steps > 1:  # the sum of gradients
@@ -332,7 +331,8 @@ def _memory_without_state(config: TrainConfig, model: ModelConfig, mesh: Mesh) -
     if sam is not None and sam.alpha > 0:  # a second gradient
         copies += 1
     split = mesh.shape['fsdp'] * mesh.shape['tensor']
-    return float(limit) - 4 * copies * count_params(model) // split  # float32
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return float(limit) - 4 * copies * size // split  # float32
 
 
 def make_readers(
@@ -366,4 +366,4 @@ def _check_variants(config: TrainConfig, structure: Structure, length: TrainLeng
     for variant in config.step_variants:
         regularization = variant.regularize(config.regularization)
         model = structure.build_model(variant.patch_size, regularization)
-        make_train_sums(structure, config, model)
+        structure.task.train_sums(config, model, structure.normalize)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from vit_jax.base import Batch, Params
+from vit_jax.base import Array, Batch, Key, Params
 from vit_jax.checkpoints import transfer
 from vit_jax.config import StepVariant, TrainConfig
 from vit_jax.data.augmentation import augment
@@ -25,8 +25,10 @@ from vit_jax.evaluation.evaluator import EvalStep
 from vit_jax.evaluation.features import make_feature_sums
 from vit_jax.experiment.values import Values, contains_function, insert_values
 from vit_jax.models import Compute, Model, ModelConfig, Regularization, abstract_params
+from vit_jax.models.model import init_params as init_model_params
 from vit_jax.tasks.base import LossSums, Task
 from vit_jax.training import losses
+from vit_jax.training.objectives import TASK
 from vit_jax.training.optimizer import look_up, make_optimizer
 from vit_jax.training.param_groups import ParamGroups
 from vit_jax.training.sharpness import make_sharpener
@@ -123,24 +125,35 @@ def make_functions(structure: Structure, groups: ParamGroups) -> Functions:
     return functions
 
 
-def abstract_trained_params(structure: Structure) -> Params:
+def init_trained_params(
+    task: Task, config: TrainConfig, model: ModelConfig, key: Key[Array, '']
+) -> Params:
+    """Initializes the parameters of a model and of the task."""
+    return init_model_params(model, key) | _init_own_params(task, config, model, key)
+
+
+def abstract_trained_params(task: Task, config: TrainConfig, model: ModelConfig) -> Params:
     """Returns shape and dtype of each trained parameter."""
-    model = structure.build_model()
-    trained = structure.task.extend_model(structure.config, model)
-    if trained is model:
-        return abstract_params(structure.model)
-    return jax.eval_shape(trained.init, jax.random.key(0))
+    init = functools.partial(_init_own_params, task, config, model)
+    return abstract_params(model) | jax.eval_shape(init, jax.random.key(0))
+
+
+def _init_own_params(
+    task: Task, config: TrainConfig, model: ModelConfig, key: Key[Array, '']
+) -> Params:
+    own = task.init_params(config, model, jax.random.fold_in(key, 0))
+    return {TASK: own} if own else {}
 
 
 def make_init(structure: Structure, groups: ParamGroups) -> Callable[..., TrainState]:
     """Makes the function (values, params=None) -> state before the first step."""
-    model = structure.task.extend_model(structure.config, structure.build_model())
 
     def init(values: Values, params: Params | None = None) -> TrainState:
         config = insert_values(structure.config, values)
         optimizer = _make_optimizer(config, values, groups)
         if params is None:
-            params = model.init(key_for(config.seed, INITIALIZE, 0))
+            key = key_for(config.seed, INITIALIZE, 0)
+            params = init_trained_params(structure.task, config, structure.model, key)
         return TrainState.initial(params, optimizer, with_ema=config.ema_decay is not None)
 
     return init
@@ -161,7 +174,7 @@ def make_variant_update(structure: Structure, groups: ParamGroups, variant: Step
         regularization = variant.regularize(config.regularization)
         model = structure.build_model(variant.patch_size, regularization)
         step = make_update(
-            make_train_sums(structure, config, model),
+            structure.task.train_sums(config, model, structure.normalize),
             _make_optimizer(config, values, groups),
             look_up(values.learning_rates),
             augment=functools.partial(augment, config=config.augmentation, targets_of=targets),
@@ -181,14 +194,6 @@ def _make_optimizer(
 ) -> optax.GradientTransformation:
     groups = groups._replace(lr_factors=values.lr_factors)
     return make_optimizer(config.optimizer, look_up(values.learning_rates), groups)
-
-
-def make_train_sums(structure: Structure, config: TrainConfig, model: Model) -> LossSums:
-    """Makes the function that sums loss and metrics over a batch in training.
-
-    `config` has the values that `structure.config` lacks.
-    """
-    return structure.task.train_sums(config, model, structure.normalize)
 
 
 def make_eval_sums(structure: Structure, patch_size: int | None) -> LossSums:

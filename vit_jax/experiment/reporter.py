@@ -28,7 +28,7 @@ from vit_jax.config import Writer
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import Experiment
 from vit_jax.experiment.workdirs import EVENTS, METRICS
-from vit_jax.models import ViTConfig, count_multiply_adds, count_params
+from vit_jax.models import ViTConfig, count_params
 from vit_jax.training.loop import Clock
 from vit_jax.training.losses import StepMetrics
 from vit_jax.training.metrics import find_metric
@@ -212,8 +212,8 @@ class Reporter:
         self._num_restored = 0
         self._busy_before = busy
         shown = [find_metric('loss'), *self._shown]
-        found = {metric.name: metric for metric in shown if metric.name in numbers}
-        texts = [f'{one.label} {one.format(numbers[name])}' for name, one in found.items()]
+        by_name = {metric.name: metric for metric in shown if metric.name in numbers}
+        texts = [metric.describe(numbers[name]) for name, metric in by_name.items()]
         text = '  '.join([*texts, f'{speed:,.0f} images/s'])
         self._write('train', step, numbers)
         self.record_event('reported', step)
@@ -303,6 +303,7 @@ def describe_run(experiment: Experiment) -> str:
     model = experiment.model.config
     length = experiment.length
     source = experiment.train_reader.source
+    multiply_adds = experiment.task.count_multiply_adds(config, model)
     tokens = f'{model.sequence_summary}, ' if isinstance(model, ViTConfig) else ''
     evals = ', '.join(f'{len(r.source):,} {name}' for name, r in experiment.eval_readers.items())
     images = plural(length.batch_size, 'image')
@@ -312,7 +313,7 @@ def describe_run(experiment: Experiment) -> str:
         f'length  {plural(length.total_steps, "step")} of {images}, {length.epochs:,.1f} epochs; '
         f'warm-up {plural(length.to_steps(config.schedule.warmup), "step")}',
         f'model   {count_params(model):,} parameters, {tokens}'
-        f'{count_multiply_adds(model) / 1e6:,.1f} M multiply-adds per image',
+        f'{multiply_adds / 1e6:,.1f} M multiply-adds per image',
         f'compute {experiment.compute}',
     ]
     lines += experiment.task.describe(config)

@@ -38,7 +38,6 @@ from vit_jax.experiment.build import Experiment, build_experiment, make_eval_bat
 from vit_jax.experiment.functions import Update
 from vit_jax.experiment.reporter import Reporter, describe_run, make_console
 from vit_jax.experiment.workdirs import Workdir
-from vit_jax.models import abstract_params
 from vit_jax.training import loop
 from vit_jax.training.loop import Clock, NotFiniteError, PeriodicAction, TrainingStopped
 from vit_jax.training.losses import StepMetrics
@@ -53,6 +52,8 @@ _FIELDS_OF_ARRAYS = (
     'ema_decay',
     'accumulation_steps',
     'objective',
+    'distillation',
+    'classes',
     'image_size',
 )
 
@@ -211,11 +212,11 @@ def make_selection(experiment: Experiment) -> Selection | None:
     if config.keep_best is None:
         return None
     readers = experiment.eval_readers
-    params = abstract_params(experiment.model.config)
+    state = jax.eval_shape(experiment.functions.init, experiment.values)
     known = [
         f'{name}/{each}'
         for name, evaluator in experiment.evaluators.items()
-        for each in evaluator.list_metrics(params, readers[name])
+        for each in evaluator.list_metrics(state.eval_params, readers[name])
     ]
     if config.keep_best not in known:
         raise UserError(

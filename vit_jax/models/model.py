@@ -247,7 +247,12 @@ def count_multiply_adds(
     if regularization is not None:
         forward = functools.partial(forward, key=jax.random.key(0))
     image = jax.ShapeDtypeStruct((1, *config.image_size, config.channels), jnp.float32)
-    return _count_in_jaxpr(jax.make_jaxpr(forward)(abstract_params(config), image).jaxpr)
+    return count_products(forward, abstract_params(config), image)
+
+
+def count_products(function: Callable[..., Any], *arguments: Any) -> int:
+    """Counts the multiply-adds in products and convolutions of a function, which is traced."""
+    return _count_in_jaxpr(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
 def _count_in_jaxpr(jaxpr: Any) -> int:

@@ -17,7 +17,7 @@ from vit_jax.models import Remat
 from vit_jax.models.compute import POLICIES
 from vit_jax.planning import ahead_of_time
 from vit_jax.planning.ahead_of_time import DoesNotFitError, Topology
-from vit_jax.tasks.making import make_task
+from vit_jax.tasks.making import make_task, needs_classes
 from vit_jax.training import muon
 from vit_jax.training.optimizer import OptimizerConfig
 from vit_jax.training.param_groups import make_param_groups
@@ -52,15 +52,14 @@ def with_dummy_data(
         config.model is not None or config.start_from is not None,
         'config.model: not set; expected a model or --config.start_from=CHECKPOINT',
     )
-    needs_classes = make_task(config, num_classes=0).needs_classes
-    if not needs_classes:
+    if not needs_classes(config):
         num_classes = 1
     elif config.model is not None:
         num_classes = num_classes or config.model.num_classes
     if num_classes is None or num_images is None:
         try:
-            open_data = make_opener(config.held_out, needs_classes=needs_classes)
-            data = open_data(config.data, config.train_split, classes=config.classes)
+            opener = make_opener(config.held_out, needs_classes=needs_classes(config))
+            data = opener(config.data, config.train_split, classes=config.classes)
         except UserError as error:
             hint = 'to plan without data, set --num_classes=1000 --num_images=1281167 (ImageNet)'
             raise UserError(f'{error}\n{hint}') from error

@@ -10,10 +10,10 @@ import numpy as np
 from vit_jax.base import Float, Path
 from vit_jax.checkpoints.transfer import with_patch_size
 from vit_jax.evaluation.statistics import sample_deviation
-from vit_jax.models import count_multiply_adds
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, PlotConfig, Study
 from vit_jax.studies.planned_runs import PlannedRun, find_best_step, read_last_step
+from vit_jax.tasks.making import make_task
 from vit_jax.training.metrics import Metric, find_metric, resolve_metrics
 
 Measures = dict[str, float]  # by KIND/NAME
@@ -73,7 +73,8 @@ def _count_operations(folder: Path, run: PlannedRun) -> float:
     if config.model is None or steps is None or others:
         return float('nan')
     model = with_patch_size(config.model, kind.patch_size)
-    per_image = count_multiply_adds(model, regularization=config.regularization)
+    task = make_task(config, num_classes=0)
+    per_image = task.count_multiply_adds(config, model, config.regularization)
     return 6.0 * per_image * config.batch_size * steps
 
 
@@ -158,10 +159,10 @@ def text_of(measure: str, value: float, own: Sequence[Metric] = ()) -> str:
 
 def format_tables(study: Study, rows: Sequence[Row]) -> str:
     """Formats the title and a table per grid in Markdown."""
-    own = resolve_metrics(study.base.metrics)
     lines = [f'# {study.title}', '']
     for name, grid in study.grids.items():
         grid_rows = [row for row in rows if row.grid == name]
+        own = resolve_metrics(grid.changes.get('metrics', study.base.metrics))
         if grid.measures:
             lines += [f'## {name}', '', *format_table(grid_rows, grid.measures, own), '']
     return '\n'.join(lines)

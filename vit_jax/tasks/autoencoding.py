@@ -10,9 +10,19 @@ import jax.numpy as jnp
 from vit_jax.base import Array, Batch, Float, Key, Params, UserError
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import example_keys
-from vit_jax.models import Model, ModelConfig, ViTConfig
+from vit_jax.models import (
+    Compute,
+    Model,
+    ModelConfig,
+    Regularization,
+    ViTConfig,
+    abstract_params,
+    build,
+)
 from vit_jax.models.autoencoder import Decoder, build_decoder
+from vit_jax.models.compute import PORTABLE, resolve_compute
 from vit_jax.models.masked_patches import cut_patches
+from vit_jax.models.model import count_products
 from vit_jax.models.positions import select_kept
 from vit_jax.tasks.base import LossSums, Normalize, Task
 from vit_jax.training import update
@@ -35,13 +45,25 @@ class Autoencoding(Task):
         check_autoencoder(model, config.objective)
         return model
 
-    def extend_model(self, config: TrainConfig, model: Model) -> Model:
-        decoder = _build_decoder(config, model)
+    def init_params(self, config: TrainConfig, model: ModelConfig, key: Key[Array, '']) -> Params:
+        return _build_decoder(config, model, PORTABLE).init(key)
 
-        def init(key: Key[Array, '']) -> Params:
-            return model.init(key) | {TASK: decoder.init(jax.random.fold_in(key, 0))}
+    def count_multiply_adds(
+        self, config: TrainConfig, model: ModelConfig, regularization: Regularization | None = None
+    ) -> int:
+        assert isinstance(config.objective, MaskedAutoencoder)
+        assert isinstance(model, ViTConfig)
+        encoder = build(model, compute=PORTABLE)
+        decoder = _build_decoder(config, model, PORTABLE)
+        visible = config.objective.num_visible(math.prod(model.grid))
 
-        return model._replace(init=init)
+        def forward(params: Params, own: Params, images: Float[Array, 'b h w c']) -> Array:
+            kept = jnp.arange(visible)[None]
+            return decoder.apply(own, encoder.encode(params, images, kept), kept)
+
+        own = jax.eval_shape(decoder.init, jax.random.key(0))
+        image = jax.ShapeDtypeStruct((1, *model.image_size, model.channels), jnp.float32)
+        return count_products(forward, abstract_params(model), own, image)
 
     def train_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
         assert isinstance(config.objective, MaskedAutoencoder)
@@ -52,7 +74,10 @@ class Autoencoding(Task):
             keys = example_keys(update.make_purpose_key(config.seed, update.CORRUPT), batch)
             return jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
 
-        decoder = _build_decoder(config, model)
+        # The heads of the decoder have another size, so the fastest kernel may be another one.
+        attention = config.compute.attention
+        compute = dataclasses.replace(model.compute, attention=attention, last_block='whole')
+        decoder = _build_decoder(config, model.config, compute, platform=model.platform)
         return make_autoencoder_sums(model, decoder, config.objective, normalize, draw_noise)
 
     def eval_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
@@ -60,7 +85,7 @@ class Autoencoding(Task):
 
 
 def check_autoencoder(model: ModelConfig, config: MaskedAutoencoder) -> None:
-    """Raises UserError if the model cannot encode some patches, or has parts without training."""
+    """Raises UserError if the model cannot encode some of its patches, or has untrained parts."""
     if not isinstance(model, ViTConfig) or model.backbone is not None:
         raise UserError('config.objective: expected a ViT; convolutions would see removed patches')
     default = ViTConfig()
@@ -77,7 +102,7 @@ def check_autoencoder(model: ModelConfig, config: MaskedAutoencoder) -> None:
         )
     if model.final_norm == 'after_pool' and model.pool in ('cls_gap', 'cls_dist'):
         raise UserError(
-            f'config.model.pool={model.pool}: its final norm is of another width than the tokens; '
+            f'config.model.pool={model.pool}: its final norm has another width than the tokens; '
             'set final_norm=before_pool'
         )
     if model.positions == 'relative':
@@ -91,11 +116,13 @@ def check_autoencoder(model: ModelConfig, config: MaskedAutoencoder) -> None:
         )
 
 
-def _build_decoder(config: TrainConfig, model: Model) -> Decoder:
-    """Builds the decoder for the patches of a model, with fixed positions."""
+def _build_decoder(
+    config: TrainConfig, encoder: ModelConfig, compute: Compute, *, platform: str = 'cpu'
+) -> Decoder:
+    """Builds the decoder for the patches of an encoder, with fixed positions."""
     objective = config.objective
-    encoder = model.config
-    assert isinstance(objective, MaskedAutoencoder) and isinstance(encoder, ViTConfig)
+    assert isinstance(objective, MaskedAutoencoder)
+    assert isinstance(encoder, ViTConfig)
     blocks = ViTConfig(
         image_size=encoder.image_size,
         channels=encoder.channels,
@@ -112,7 +139,8 @@ def _build_decoder(config: TrainConfig, model: Model) -> Decoder:
         pool='none',
     )
     outputs = math.prod(encoder.patch_size) * encoder.channels
-    return build_decoder(blocks, width=encoder.width, outputs=outputs, compute=model.compute)
+    compute = resolve_compute(compute, blocks, platform=platform)
+    return build_decoder(blocks, width=encoder.width, outputs=outputs, compute=compute)
 
 
 def make_autoencoder_sums(
@@ -144,8 +172,7 @@ def make_autoencoder_sums(
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         images = normalize(batch['images'])
         kept = select_kept(draw_noise(batch), visible)
-        encoder = {name: leaf for name, leaf in params.items() if name != TASK}
-        outputs = decoder.apply(params[TASK], model.encode(encoder, images, kept, key), kept)
+        outputs = decoder.apply(params[TASK], model.encode(params, images, kept, key), kept)
         targets = cut_patches(images, grid, patch_size).reshape(outputs.shape)
         if config.normalize_targets:
             targets = normalize_patches(targets)

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from vit_jax.base import Array, Float
+from vit_jax.base import Array, Float, Key, Params
 from vit_jax.checkpoints import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
-from vit_jax.models import Model, ModelConfig
+from vit_jax.models import Model, ModelConfig, Regularization, count_multiply_adds
 from vit_jax.pretrained import LoadedModel
 from vit_jax.training.losses import BatchSums
 from vit_jax.training.metrics import Metric, OutputName, combine_metrics
@@ -23,8 +23,8 @@ class LoadedTask(NamedTuple):
     """A task whose other model is loaded."""
 
     task: 'Task'
-    config: TrainConfig  # with what is now known about the model, such as its digest
-    model: LoadedModel | None  # has frozen parameters; None: the task needs no other model
+    config: TrainConfig  # with the digest of the loaded model
+    frozen_model: LoadedModel | None  # None: the task needs no other model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,19 +45,27 @@ class Task:
     def measured(self) -> tuple[str, ...]:
         """Names of the metrics of whole data sets that each evaluation measures.
 
-        They are in `METRICS`. Evaluations with more or fewer classes per image than in training
-        measure none of them.
+        They are in `METRICS`.
         """
         return ()
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Names of the metrics that are printed during training, besides those of the user."""
+        """Names of the metrics that are printed during training, in addition to the user's."""
         raise NotImplementedError
 
     def metrics(self, config: TrainConfig) -> list[Metric]:
         """Returns the metrics of whole data sets that evaluations measure."""
         return combine_metrics(self.measured, config.metrics, multi_label=self.multi_label)
+
+    def metrics_of(self, config: TrainConfig, evaluated: Source) -> list[Metric]:
+        """Returns the metrics of whole data sets that are defined for evaluated images.
+
+        If only they may have several classes, predicting any of these is right (ReaL), and none is.
+        """
+        if evaluated.multi_label and not self.multi_label:
+            return []
+        return [metric for metric in self.metrics(config) if metric.supports(evaluated.multi_label)]
 
     def shown_metrics(self, config: TrainConfig) -> list[Metric]:
         """Returns the metrics that are printed during training."""
@@ -84,12 +92,21 @@ class Task:
         """Loads the model that the task needs besides the trained one, if any."""
         return LoadedTask(self, config, None)
 
-    def extend_model(self, config: TrainConfig, model: Model) -> Model:
-        """Adds parameters to the initial ones that are trained but are not part of the model.
+    def init_params(self, config: TrainConfig, model: ModelConfig, key: Key[Array, '']) -> Params:
+        """Initializes the task's own parameters, such as a decoder, which are trained too.
 
-        They are below `TASK` (training/objectives.py). Checkpoints store them outside of the model.
+        The functions of the task get them as `params[TASK_PARAMS]`.
         """
-        return model
+        return {}
+
+    def count_multiply_adds(
+        self, config: TrainConfig, model: ModelConfig, regularization: Regularization | None = None
+    ) -> int:
+        """Counts the multiply-adds of a forward pass of one image, without a frozen model.
+
+        With `regularization`, the training pass is counted.
+        """
+        return count_multiply_adds(model, regularization=regularization)
 
     def train_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
         """Makes the function that sums loss and metrics over a batch in training.

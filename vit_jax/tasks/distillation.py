@@ -70,14 +70,21 @@ class FromTeacher(Task):
         return LoadedTask(
             task=dataclasses.replace(self, teacher=(teacher.config, teacher.preprocessing)),
             config=dataclasses.replace(config, distillation=distillation),
-            model=teacher,
+            frozen_model=teacher,
         )
 
-    def extend_model(self, config: TrainConfig, model: Model) -> Model:
+    def init_params(self, config: TrainConfig, model: ModelConfig, key: Key[Array, '']) -> Params:
+        """Initializes the linear map of `kind=features`.
+
+        It is used even if both widths are equal, unlike in timm, because it helps then too
+        ("Improved Feature Distillation via Projector Ensemble").
+        """
         if config.distillation.kind != 'features':
-            return model
+            return {}
         assert self.teacher is not None
-        return with_projection(model, feature_width(self.teacher[0]))
+        size = feature_width(model), feature_width(self.teacher[0])
+        kernel = jax.nn.initializers.lecun_normal()(key, size)
+        return {PROJECTION: {'kernel': kernel, 'bias': jnp.zeros(size[1])}}
 
     def train_sums(self, config: TrainConfig, model: Model, normalize: Normalize) -> LossSums:
         assert self.teacher is not None
@@ -147,27 +154,6 @@ def build_teacher(config: ModelConfig, preprocessing: Preprocessing, *, student:
     compute = Compute(dtype=student.compute.dtype)
     model = build(config, compute=compute, platform=student.platform)
     return Teacher(model, functools.partial(normalize, preprocessing=preprocessing))
-
-
-def with_projection(student: Model, width: int) -> Model:
-    """Adds the linear map of `kind=features` to the initial parameters of the student.
-
-    The map is trained with the student, but is not part of it. It is used even if both widths are
-    equal, unlike in timm, because it helps then too ("Improved Feature Distillation via Projector
-    Ensemble").
-
-    Args:
-      student: The model to train.
-      width: Width of the teacher's features.
-    """
-    size = feature_width(student.config), width
-
-    def init(key: Key[Array, '']) -> Params:
-        kernel = jax.nn.initializers.lecun_normal()(jax.random.fold_in(key, 0), size)
-        projection = {'kernel': kernel, 'bias': jnp.zeros(width)}
-        return student.init(key) | {TASK: {PROJECTION: projection}}
-
-    return student._replace(init=init)
 
 
 def _check_models(config: Distillation, student: ModelConfig, teacher: ModelConfig) -> None:

@@ -18,6 +18,11 @@ _OF_OBJECTIVES: dict[type, type[Task]] = {
 }
 
 
+def needs_classes(config: TrainConfig) -> bool:
+    """Returns whether the task of a configuration needs data with classes."""
+    return config.objective is None or _OF_OBJECTIVES[type(config.objective)].needs_classes
+
+
 def make_task(config: TrainConfig, *, num_classes: int, multi_label: bool = False) -> Task:
     """Makes the task of a configuration.
 

@@ -9,7 +9,7 @@ from vit_jax.models import Model
 from vit_jax.tasks.base import LossSums, Normalize
 from vit_jax.tasks.single_label import SingleLabel
 from vit_jax.training import losses
-from vit_jax.training.metrics import SEVERAL_LABELS
+from vit_jax.training.metrics import OF_SEVERAL_CLASSES
 from vit_jax.training.update import make_loss_sums
 
 
@@ -19,7 +19,7 @@ class SeveralLabels(SingleLabel):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return SEVERAL_LABELS
+        return OF_SEVERAL_CLASSES
 
     @property
     def shown(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from vit_jax.data.sources.base import Source
 from vit_jax.models import Model, ModelConfig
 from vit_jax.tasks.base import LossSums, Normalize, Task
 from vit_jax.training import losses
-from vit_jax.training.metrics import SINGLE_LABEL
+from vit_jax.training.metrics import OF_ONE_CLASS
 from vit_jax.training.update import make_loss_sums
 
 
@@ -21,7 +21,7 @@ class SingleLabel(Task):
 
     @property
     def measured(self) -> tuple[str, ...]:
-        return SINGLE_LABEL
+        return OF_ONE_CLASS
 
     @property
     def shown(self) -> tuple[str, ...]:

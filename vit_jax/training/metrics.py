@@ -44,13 +44,21 @@ class Metric(records.Record):
     labels: Literal['one', 'several', 'any'] = 'any'  # classes per image for which it is defined
 
     @property
-    def label(self) -> str:
+    def title(self) -> str:
         """The name for tables and messages."""
         return ' '.join(_SPELLINGS.get(word, word) for word in self.name.split('_'))
 
     def format(self, value: float) -> str:
         """Formats a value with its unit."""
         return f'{value:.2%}' if self.unit == 'percent' else f'{value:.4g}'
+
+    def describe(self, value: float) -> str:
+        """Formats a value with title and unit."""
+        return f'{self.title} {self.format(value)}'
+
+    def supports(self, multi_label: bool) -> bool:
+        """Returns whether it is defined for images with one class, or with several."""
+        return self.labels in ('any', 'several' if multi_label else 'one')
 
     def is_better(self, value: float, other: float) -> bool:
         """Returns whether a value is better than another one."""
@@ -67,7 +75,7 @@ class Metric(records.Record):
         if not all(np.isfinite(array).all() for array in arrays):  # scikit-learn would raise errors
             return math.nan
         value = self.of_set(*arrays)
-        if np.ndim(value) != 0 or not isinstance(value, int | float | np.number | np.ndarray):
+        if np.ndim(value) != 0 or np.asarray(value).dtype.kind not in 'biuf':
             text = ' '.join(repr(value).split())
             raise UserError(f'metric {self.name}: got {text:.80}; expected a number')
         return float(value)
@@ -83,7 +91,8 @@ def example_metrics(
     between 0 and 1 for the mixed targets of MixUp and CutMix.
     """
     # XLA would gather the logits of all devices for jax.lax.top_k (jax 0.10.2).
-    rest, hits = jax.lax.stop_gradient(logits), []
+    rest = jax.lax.stop_gradient(logits)
+    hits = []
     for _ in range(5):  # highest logit first; the first of equal logits counts as higher
         best = jax.nn.one_hot(rest.argmax(axis=-1), rest.shape[-1])
         hits.append((best * targets).sum(axis=-1))
@@ -124,7 +133,8 @@ def macro_f1(
         predictions = np.bincount(predicted, minlength=classes)
     else:
         hits = (predicted & (labels > 0)).sum(axis=0)
-        images, predictions = labels.sum(axis=0), predicted.sum(axis=0)
+        images = labels.sum(axis=0)
+        predictions = predicted.sum(axis=0)
     counts = images + predictions
     return float(np.mean(2 * hits[counts > 0] / counts[counts > 0])) if counts.any() else 0.0
 
@@ -140,10 +150,12 @@ def average_precisions(
     from sklearn.metrics import average_precision_score
 
     scores, targets = _score_classes(logits, labels)
-    precisions, present = np.full(targets.shape[1], np.nan), targets.any(axis=0)
+    precisions = np.full(targets.shape[1], np.nan)
+    present = targets.any(axis=0)
     require(bool(present.any()), f'none of {len(targets):,} images has a class')
-    found = average_precision_score(targets[:, present], scores[:, present], average=None)
-    precisions[present] = found
+    precisions[present] = average_precision_score(
+        targets[:, present], scores[:, present], average=None
+    )
     return precisions
 
 
@@ -200,8 +212,10 @@ _OF_SETS = [
 SET_METRICS = {metric.name: metric for metric in _OF_SETS}
 METRICS = {metric.name: metric for metric in (*_LOSSES, *_MEANS, *_OF_SETS)}
 # Metrics of whole data sets that are always measured on images with one class, or with several.
-SINGLE_LABEL = 'balanced_accuracy', 'macro_f1'
-SEVERAL_LABELS = 'mean_average_precision', 'macro_f1'
+OF_ONE_CLASS = 'balanced_accuracy', 'macro_f1'
+OF_SEVERAL_CLASSES = 'mean_average_precision', 'macro_f1'
+# Names of other numbers in a line of metrics.jsonl.
+RESERVED_NAMES = 'kind', 'step', 'time', 'run', 'seconds', 'count', 'unreadable'
 
 
 def resolve_metrics(given: Sequence[str | Metric | MetricFunction]) -> list[Metric]:
@@ -212,7 +226,7 @@ def resolve_metrics(given: Sequence[str | Metric | MetricFunction]) -> list[Metr
     Raises:
       UserError: For an unknown or repeated name.
     """
-    found = dict[str, Metric]()
+    by_name: dict[str, Metric] = {}
     for one in given:
         if isinstance(one, str):
             require(
@@ -222,17 +236,25 @@ def resolve_metrics(given: Sequence[str | Metric | MetricFunction]) -> list[Metr
             metric = SET_METRICS[one]
         elif isinstance(one, Metric):
             metric = one
-            name = f'metrics: {metric.name}'
-            require(metric.of_set is not None, f'{name}: of_set is not set; expected a function')
-            require(metric.name not in METRICS, f'{name}: the name of another metric; rename it')
+            require(
+                metric.of_set is not None,
+                f'metrics: {metric.name}: of_set is not set; expected a function',
+            )
         else:
             name = re.split(r'[:.]', records.text_of(one))[-1]
             metric = Metric(name=name, of_set=one)
-        fits = re.fullmatch(r'[A-Za-z]\w*', metric.name) is not None
-        require(fits, f'metrics: {metric.name!r}: expected a name such as macro_f1')
-        require(metric.name not in found, f'metrics: got {metric.name} two times')
-        found[metric.name] = metric
-    return [*found.values()]
+        require(
+            re.fullmatch(r'[A-Za-z]\w*', metric.name) is not None,
+            f'metrics: {metric.name!r}: expected a name such as macro_f1',
+        )
+        is_own = not isinstance(one, str)
+        require(
+            not (is_own and metric.name in (*METRICS, *RESERVED_NAMES)),
+            f'metrics: {metric.name}: the name of another number in metrics.jsonl; rename it',
+        )
+        require(metric.name not in by_name, f'metrics: got {metric.name} two times')
+        by_name[metric.name] = metric
+    return [*by_name.values()]
 
 
 def combine_metrics(
@@ -245,13 +267,13 @@ def combine_metrics(
 
     Raises UserError if a further metric is not defined for images with one, or several, classes.
     """
-    found = {name: METRICS[name] for name in measured}
+    by_name = {name: METRICS[name] for name in measured}
     for metric in resolve_metrics(further):
-        if metric.labels not in ('any', 'several' if multi_label else 'one'):
+        if not metric.supports(multi_label):
             needed = 'one class' if metric.labels == 'one' else 'several classes'
             raise UserError(f'metrics: {metric.name}: only for images with {needed}; leave it out')
-        found[metric.name] = metric
-    return [*found.values()]
+        by_name[metric.name] = metric
+    return [*by_name.values()]
 
 
 def find_metric(name: str, own: Iterable[Metric] = ()) -> Metric:

@@ -67,7 +67,7 @@ class MaskedAutoencoder(records.Record):
 
     def num_visible(self, patches: int) -> int:
         """Returns the number of visible patches in an image with this number of patches."""
-        return int(patches * (1 - self.fraction))
+        return int(patches * (1 - self.fraction))  # rounded down, like the authors' code
 
 
 @dataclasses.dataclass(kw_only=True)

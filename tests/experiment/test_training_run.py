@@ -46,6 +46,7 @@ from vit_jax.studies import history
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFiniteError
 from vit_jax.training.losses import LossConfig
+from vit_jax.training.metrics import Metric
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
 FEWSHOT = FewshotConfig(
@@ -666,14 +667,20 @@ def test_images_of_several_classes_are_learned_and_measured(several, tmp_path):
         optimizer=OptimizerConfig(),
         schedule=ScheduleConfig(learning_rate=3e-3, warmup=Duration(fraction=0.1)),
         model=tiny.model(num_classes=None, pool='gap'),
+        metrics=(Metric(name='share', of_set=share_of_positives, labels='several'),),
     )
     result = training_run.train(config, str(tmp_path / 'run'))
+    assert 0 < result.evals['test']['share'] < 1
     # By chance: the share of a class, 0.5.
     assert result.evals['test']['mean_average_precision'] > 0.95
     assert lines(result.folder)[-1]['mean_average_precision'] > 0.95
     config.loss.kind = 'softmax'
     with pytest.raises(ValueError, match='softmax'):
         training_run.train(config, str(tmp_path / 'other'))
+
+
+def share_of_positives(logits, labels):
+    return (logits > 0).mean()
 
 
 def left_to_right(key, batch):

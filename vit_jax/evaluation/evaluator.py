@@ -167,8 +167,8 @@ class Evaluator:
         num_examples = int(mask.sum())
         may_skip = reader.on_unreadable == 'skip'
         require(num_examples > 0 or not may_skip, f'none of {count:,} images can be read')
-        has_padding = num_examples != readable.sum()
-        if has_padding or (num_examples < count and not may_skip):
+        counts_padding = num_examples != readable.sum()
+        if counts_padding or (num_examples < count and not may_skip):
             raise AssertionError(f'evaluated {num_examples} of {count} images')
         metrics = {name: total / num_examples for name, total in totals.items()}
         outputs = {name: np.concatenate(arrays) for name, arrays in outputs_by_batch.items()}

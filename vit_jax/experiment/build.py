@@ -78,9 +78,10 @@ class Experiment(NamedTuple):
 
     @property
     def resolved_choices(self) -> dict[str, Any]:
-        """Checkpoints, values and compute options as JSON, to compare them between hosts.
+        """Checkpoints, configuration, values and compute options as JSON, to compare hosts.
 
-        They are resolved on each host, so they could differ although the configuration is equal.
+        They are resolved on each host, so they could differ although the given configuration is
+        equal.
         """
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(self.values):  # hosts could round differently
@@ -121,11 +122,14 @@ class Experiment(NamedTuple):
         `fresh` are the initial parameters of this model. Parameters that `start` lacks are taken
         from them.
         """
-        old, new = start.card.model, self.model.config
-        classes = start.card.class_names, self.train_reader.source.class_names
-        names = classes if self.config.reuse_head else None
-        body = {name: leaf for name, leaf in fresh.items() if name != TASK}
-        result = transfer.transfer(start.read(), old=old, new=new, fresh=body, class_names=names)
+        class_names = start.card.class_names, self.train_reader.source.class_names
+        result = transfer.transfer(
+            start.read(),
+            old=start.card.model,
+            new=self.model.config,
+            fresh={name: leaf for name, leaf in fresh.items() if name != TASK},
+            class_names=class_names if self.config.reuse_head else None,
+        )
         return result._replace(params=fresh | result.params)
 
 
@@ -168,6 +172,10 @@ def build_experiment(
     if not planned:
         check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
+    frozen = None
+    if frozen_model is not None:
+        frozen = frozen_model.place_frozen(compute, mesh, config.mesh, abstract=planned)
+
     structure = Structure(
         config=remove_values(config),
         model=model_config,
@@ -182,23 +190,24 @@ def build_experiment(
     optimizer = make_optimizer(config.optimizer, look_up(values.learning_rates), groups)
     check_optimizer(optimizer, groups, params, with_ema=config.ema_decay is not None)
     _check_variants(config, structure, length)
-    model = structure.build_model(None, config.regularization)
     functions = make_functions(structure, groups)
+    if not planned:
+        values = meshes.put(values, jax.tree.map(lambda _: meshes.replicated(mesh), values))
+
     make_reader = make_readers(config, preprocessing, size)
     batches = make_eval_batches(config, mesh)
     probes = None
     if config.fewshot is not None:
         probes = open_probes(config.fewshot, config.data, opener, make_reader)
-    frozen = None
-    if frozen_model is not None:
-        frozen = frozen_model.place_frozen(compute, mesh, config.mesh, abstract=planned)
-    if not planned:
-        values = meshes.put(values, jax.tree.map(lambda _: meshes.replicated(mesh), values))
-    evaluators = {}
-    for name, source in evaluated.items():
-        step = functions.evaluate(config.evaluations[name].patch_size)
-        metrics = task.metrics_of(config, source)
-        evaluators[name] = make_step_evaluator(step, batches, values, metrics=metrics)
+    evaluators = {
+        name: make_step_evaluator(
+            functions.evaluate(config.evaluations[name].patch_size),
+            batches,
+            values,
+            metrics=task.metrics_of(config, source),
+        )
+        for name, source in evaluated.items()
+    }
     return Experiment(
         config=config,
         start_from=start,
@@ -208,7 +217,7 @@ def build_experiment(
         functions=functions,
         mesh=mesh,
         compute=compute,
-        model=model,
+        model=structure.build_model(None, config.regularization),
         preprocessing=preprocessing,
         length=length,
         train_reader=make_reader(train, crop=host_crop(config.augmentation, preprocessing)),
@@ -224,8 +233,9 @@ def build_experiment(
 def _open_data(config: TrainConfig, opener: Opener) -> tuple[Source, dict[str, Source]]:
     """Opens the training images, and the images of each evaluation by name."""
     if config.fewshot is not None and config.fewshot.linear_probe is not None:
-        advice = 'not used in training; run vit_jax.fewshot on a checkpoint'
-        raise UserError(f'config.fewshot.linear_probe: {advice}')
+        raise UserError(
+            'config.fewshot.linear_probe: not used in training; run vit_jax.fewshot on a checkpoint'
+        )
     train = opener(config.data, config.train_split, classes=config.classes)
     evaluated = {
         name: opener(one.data or config.data, one.split, one.labels, config.classes)
@@ -259,8 +269,10 @@ def resolve_model(config: TrainConfig, start: Checkpoint | None, task: Task) -> 
     model = config.model
     if model is None:
         if start is None:
-            text = 'expected a model, or --config.start_from=CHECKPOINT to use its model'
-            raise UserError(f'config.model is not set; {text}')
+            raise UserError(
+                'config.model: not set; expected a model, or --config.start_from=CHECKPOINT to use '
+                'its model'
+            )
         model = task.adapt_stored_model(start.card.model)
     model = dataclasses.replace(model, image_size=config.image_size or model.image_size)
     return task.configure_model(config, model)
@@ -361,8 +373,10 @@ def _check_variants(config: TrainConfig, structure: Structure, length: TrainLeng
     """Raises UserError if a variant of the step does not fit the model or the length."""
     until = config.patch_dropout_until
     if until is not None and not 0 < length.to_steps(until) < length.total_steps:
-        wrong = f'config.patch_dropout_until.{until}: got step {length.to_steps(until)}'
-        raise UserError(f'{wrong}; expected more than 0 and less than {length.total_steps}')
+        raise UserError(
+            f'config.patch_dropout_until.{until}: got step {length.to_steps(until)}; '
+            f'expected more than 0 and less than {length.total_steps}'
+        )
     for variant in config.step_variants:
         regularization = variant.regularize(config.regularization)
         model = structure.build_model(variant.patch_size, regularization)

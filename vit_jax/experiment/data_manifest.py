@@ -80,8 +80,8 @@ def name_sources(
     for source in (reader.source for reader in readers):
         if train is not None and source is train.source:
             continue
-        of_training_data = train is not None and source.data == train.source.data
-        name = source.split if of_training_data else f'{source.split} of {source.data}'
+        is_training_data = train is not None and source.data == train.source.data
+        name = source.split if is_training_data else f'{source.split} of {source.data}'
         sources[SplitKey('eval', name)] = source
     return sources
 

@@ -43,16 +43,16 @@ def make_console(job: Job) -> Console:
     return Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-class Progress(NamedTuple):
+class HostTime(NamedTuple):
     """What a start has done so far."""
 
     steps: int
     busy: float  # seconds of steps, with waits for data and devices
     waited: float  # seconds in which the host waited for devices
 
-    def since(self, earlier: 'Progress') -> 'Progress':
+    def since(self, earlier: 'HostTime') -> 'HostTime':
         """Returns what was done since an earlier time."""
-        return Progress(
+        return HostTime(
             steps=self.steps - earlier.steps,
             busy=self.busy - earlier.busy,
             waited=self.waited - earlier.waited,
@@ -111,7 +111,7 @@ class Reporter:
             self._open_files(experiment, folder)
         self._busy_before = self._busy_seconds()
         self._began = time.monotonic()
-        self._compared = Progress(0, self._busy_before, clock.device_wait)
+        self._compared = HostTime(0, self._busy_before, clock.device_wait)
 
     def _open_files(self, experiment: Experiment, folder: Path) -> None:
         """Opens the files. Removes the metrics of steps that this start trains again."""
@@ -125,14 +125,16 @@ class Reporter:
         self._run = 1 + max((event['run'] for event in events), default=0)
         self.earlier_seconds = sum_seconds(events)
         for name, values in {METRICS: lines, EVENTS: events}.items():
-            with usable(path := folder / name):
+            path = folder / name
+            with usable(path):
                 write_text(path, ''.join(json.dumps(value) + '\n' for value in values))
                 remote = storage.is_remote(path)
                 self._files[name] = GrowingObject(path) if remote else path.open('a', buffering=1)
         if experiment.config.tensorboard:
             from tensorboardX import SummaryWriter
 
-            with usable(path := folder / _TENSORBOARD):
+            path = folder / _TENSORBOARD
+            with usable(path):
                 self._files[_TENSORBOARD] = SummaryWriter(str(path), purge_step=first)
                 for line in at_first:  # `purge_step` removes them too
                     self._add_to_tensorboard(line['kind'], first, _extract_metrics(line))
@@ -227,7 +229,7 @@ class Reporter:
         A comparison spans at least ten steps, so single evaluations and saves do not matter. Logs a
         warning the second time that the others waited for the same process.
         """
-        now = Progress(step - self._steps.start, self._busy_seconds(), self.clock.device_wait)
+        now = HostTime(step - self._steps.start, self._busy_seconds(), self.clock.device_wait)
         done = now.since(self._compared)
         if done.steps < 10:
             return {}

@@ -144,7 +144,10 @@ def train(
 
 def warn_of_short_average(ema_decay: float | None, total_steps: int) -> None:
     """Logs a warning if the average of parameters still contains much of the initial ones."""
-    if ema_decay is None or ema_decay**total_steps < _MAX_INITIAL_SHARE:
+    if ema_decay is None:
+        return
+    share = ema_decay**total_steps  # of the initial parameters in the average
+    if share < _MAX_INITIAL_SHARE:
         return
     enough = _MAX_INITIAL_SHARE ** (1 / total_steps) * (1 - 1e-9)
     digits = 1 + math.ceil(-math.log10(1 - enough))
@@ -153,7 +156,7 @@ def warn_of_short_average(ema_decay: float | None, total_steps: int) -> None:
         'consist of %.1f%% initial parameters; set --config.ema_decay=%g or none',
         ema_decay,
         plural(total_steps, 'step'),
-        100 * ema_decay**total_steps,
+        100 * share,
         math.floor(enough * 10**digits) / 10**digits,
     )
 
@@ -183,9 +186,10 @@ def open_run(
     experiment = build_experiment(config, dtype=dtype)
     selection = make_selection(experiment)
     job.require_equal('the resolved experiment', experiment.resolved_choices)
-    train, evals = experiment.train_reader, experiment.eval_readers
     values = experiment.export_config()
-    sources = data_manifest.name_sources(train, evals.values(), experiment.probes)
+    sources = data_manifest.name_sources(
+        experiment.train_reader, experiment.eval_readers.values(), experiment.probes
+    )
     with workdirs.open_workdir(path, values, job, accept_changes=accept_changes) as workdir:
         compared = data_manifest.compare_data(workdir, sources, job, accept=accept_data)
         with compared as check_data:

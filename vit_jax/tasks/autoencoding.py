@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from vit_jax.base import Array, Batch, Float, Key, Params, UserError
+from vit_jax.base import Array, Batch, Float, Key, Params, UserError, require
 from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import example_keys
 from vit_jax.models import (
@@ -24,7 +24,7 @@ from vit_jax.models.compute import PORTABLE, resolve_compute
 from vit_jax.models.masked_patches import cut_patches
 from vit_jax.models.model import count_products
 from vit_jax.models.positions import select_kept
-from vit_jax.tasks.base import LossSums, Normalize, Task
+from vit_jax.tasks.base import LossSums, Normalize, Task, require_no_head
 from vit_jax.training import update
 from vit_jax.training.losses import BatchSums, sum_examples
 from vit_jax.training.objectives import TASK, MaskedAutoencoder
@@ -88,18 +88,12 @@ def check_autoencoder(model: ModelConfig, config: MaskedAutoencoder) -> None:
     """Raises UserError if the model cannot encode some of its patches, or has untrained parts."""
     if not isinstance(model, ViTConfig) or model.backbone is not None:
         raise UserError('config.objective: expected a ViT; convolutions would see removed patches')
-    default = ViTConfig()
-    for name in 'num_classes', 'representation_size', 'head', 'head_bias', 'patch_outputs':
-        value = getattr(model, name)
-        if value != getattr(default, name):
-            raise UserError(
-                f'config.model.{name}={value}: not used by config.objective; leave it out'
-            )
-    if model.pool == 'map':
-        raise UserError(
-            'config.model.pool=map: config.objective does not train its attention; '
-            'set pool to cls or gap'
-        )
+    require_no_head(model)
+    require(
+        model.patch_outputs is None,
+        f'config.model.patch_outputs={model.patch_outputs}: not used by config.objective; '
+        'leave it out',
+    )
     if model.final_norm == 'after_pool' and model.pool in ('cls_gap', 'cls_dist'):
         raise UserError(
             f'config.model.pool={model.pool}: its final norm has another width than the tokens; '

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from vit_jax.base import Array, Float, Key, Params
+from vit_jax.base import Array, Float, Key, Params, require
 from vit_jax.checkpoints import transfer
 from vit_jax.config import TrainConfig
 from vit_jax.data.sources.base import Source
-from vit_jax.models import Model, ModelConfig, Regularization, count_multiply_adds
+from vit_jax.models import Model, ModelConfig, Regularization, ViTConfig, count_multiply_adds
 from vit_jax.pretrained import LoadedModel
 from vit_jax.training.losses import BatchSums
 from vit_jax.training.metrics import Metric, OutputName, combine_metrics
@@ -126,3 +126,19 @@ class Task:
     def describe(self, config: TrainConfig) -> list[str]:
         """Returns lines for the start of a run."""
         return []
+
+
+def require_no_head(model: ViTConfig) -> None:
+    """Raises UserError if the model has a head, which a task without labels does not train."""
+    default = ViTConfig()
+    for name in 'num_classes', 'representation_size', 'head', 'head_bias':
+        value = getattr(model, name)
+        require(
+            value == getattr(default, name),
+            f'config.model.{name}={value}: not used by config.objective; leave it out',
+        )
+    require(
+        model.pool != 'map',
+        'config.model.pool=map: config.objective does not train its attention; '
+        'set pool to cls or gap',
+    )

@@ -15,7 +15,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data.augmentation import example_keys
 from vit_jax.models import Corruption, Model, ModelConfig, ViTConfig
 from vit_jax.models.masked_patches import cut_patches
-from vit_jax.tasks.base import LossSums, Normalize, Task
+from vit_jax.tasks.base import LossSums, Normalize, Task, require_no_head
 from vit_jax.training import update
 from vit_jax.training.losses import BatchSums, sum_examples
 from vit_jax.training.metrics import example_metrics
@@ -63,17 +63,7 @@ def configure_for_patches(model: ModelConfig, config: MaskedPatches) -> ViTConfi
     """
     if not isinstance(model, ViTConfig):
         raise UserError('config.objective: expected a ViT or a hybrid, got a ResNet')
-    for name in ('num_classes', 'representation_size', 'head', 'head_bias'):
-        value = getattr(model, name)
-        records.require(
-            value == getattr(ViTConfig(), name),
-            f'config.model.{name}={value}: not used by config.objective; leave it out',
-        )
-    records.require(
-        model.pool != 'map',
-        'config.model.pool=map: config.objective does not train its attention; '
-        'set pool to cls or gap',
-    )
+    require_no_head(model)
     patches = math.prod(model.grid)
     records.require(
         config.num_corrupted(patches) > 0,
@@ -111,11 +101,11 @@ def _outputs_per_patch(model: ViTConfig, target: Target) -> int:
 def make_patch_loss_sums(
     predict_patches: Callable[..., Float[Array, 'b n k']],
     config: MaskedPatches,
-    normalize: Callable[[Array], Float[Array, 'b h w c']],
+    normalize: Normalize,
     *,
     model: ViTConfig,
     keys_of: Callable[[Batch], Key[Array, 'b']],
-) -> Callable[..., BatchSums]:
+) -> LossSums:
     """Makes the function that computes loss and metrics, in training and evaluation.
 
     Args:

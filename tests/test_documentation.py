@@ -245,11 +245,11 @@ def test_the_site_is_built_without_a_warning_and_all_its_links_lead_somewhere(tm
 
 
 # Pages that share commands run in one workplace; each command runs once.
-START = [ROOT / 'docs/getting_started.md', ROOT / 'README.md']
+README = ROOT / 'README.md'
 RUNS = [ROOT / f'docs/{page}.md' for page in ('evaluation', 'fault_tolerance', 'metrics')]
-OTHERS = [[page] for page in (*PAGES, *NOTEBOOKS) if page not in (*START, *RUNS)]
+OTHERS = [[page] for page in (*PAGES, *NOTEBOOKS) if page not in (README, *RUNS)]
 GROUPS = [
-    pytest.param(START, marks=pytest.mark.gate),
+    pytest.param([README], marks=pytest.mark.gate),
     *(pytest.param(pages, marks=pytest.mark.nightly) for pages in (RUNS, *OTHERS)),
 ]
 

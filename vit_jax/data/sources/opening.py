@@ -80,7 +80,7 @@ def make_opener(held_out: HeldOut | None = None, *, needs_classes: bool = True) 
 
     Args:
       held_out: How data without splits is divided.
-      needs_classes: Whether to reject folders of images without class folders.
+      needs_classes: Whether to reject data without classes.
     """
 
     open_all = functools.cache(functools.partial(open_splits, held_out=held_out))
@@ -92,13 +92,16 @@ def make_opener(held_out: HeldOut | None = None, *, needs_classes: bool = True) 
             with usable(data):
                 splits = open_all(data, label_column=column)
                 source = splits[_find_split(name, splits, data)]()
-            if needs_classes and not source.class_names:
-                raise UserError(f'{data}, {name}: no class folders; expected CLASS/*.jpg')
         else:
             require(column is None, f'labels={labels!r}: expected FILE.json if data is a function')
             source = data(name)
             call = f'{records.text_of(data)}({name!r})'
             require(isinstance(source, Source), f'{call} returned {source!r}; expected a Source')
+        if needs_classes and not source.class_names:
+            raise UserError(
+                f'{records.text_of(data)}, {name}: the images have no classes; '
+                'expected a class for each image, such as a folder CLASS/*.jpg'
+            )
         return source if labels is None or column else replace_labels(source, labels)
 
     @functools.cache

@@ -272,7 +272,7 @@ _INVISIBLE |= {chr(code) for code in range(0xFE00, 0xFE10)}
 
 def warn_of_similar_classes(class_names: Sequence[str], data: str) -> None:
     """Logs a warning if classes have similar names, such as `cat` and `Cat`."""
-    groups = dict[str, list[str]]()
+    groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(class_names):
         groups.setdefault(normalize_look(name), []).append(name)
     pairs = [group for group in groups.values() if len(group) > 1]

@@ -148,10 +148,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def local_rows(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
     """Returns the sorted rows of the global batch that are on devices of this process."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    rows: set[int] = set()
-    for index in indices:
-        if index is not None:
-            rows |= {*range(batch_size)[index[0]]}
+    rows = {row for index in indices if index is not None for row in range(batch_size)[index[0]]}
     return np.array(sorted(rows))
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -259,25 +259,29 @@ def adapt_and_replace_head(params: Params, *, old: ModelConfig, new: ModelConfig
     return transfer(params, old=old, new=new, fresh=jax.device_get(fresh))
 
 
-def remove_head(config: ModelConfig) -> ModelConfig:
-    """Returns the configuration without a head; the model then returns the features."""
-    changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
-    if isinstance(config, ViTConfig):
-        changes['patch_outputs'] = None
-    return dataclasses.replace(config, **changes)
-
-
-def with_linear_head(config: ModelConfig, *, num_classes: int | None) -> ModelConfig:
-    """Returns the configuration with a single linear layer as head (ViT paper, section 3.2).
+def replace_head(
+    config: ModelConfig,
+    num_classes: int | None,
+    *,
+    keep: Collection[Literal['head_bias', 'representation_size', 'patch_outputs']] = (),
+) -> ModelConfig:
+    """Returns the configuration with a linear layer as head (ViT paper, section 3.2).
 
     Args:
       config: The architecture, such as a pre-trained model's.
-      num_classes: The number of classes; None: no head.
+      num_classes: The number of classes; None: no head, the model returns the features.
+      keep: Other fields of heads that are kept. By default, the bias starts at 0, and the tanh
+        layer before the head and the head that predicts patches are removed.
     """
-    changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
-    if isinstance(config, ViTConfig):
-        changes |= {'representation_size': None, 'patch_outputs': None}
-    return dataclasses.replace(config, **changes)
+    default = type(config)()
+    others = {'head_bias', 'representation_size', 'patch_outputs'} - {*keep}
+    changes = {name: getattr(default, name) for name in others if hasattr(default, name)}
+    return dataclasses.replace(config, num_classes=num_classes, head='linear', **changes)
+
+
+def remove_head(config: ModelConfig) -> ModelConfig:
+    """Returns the configuration without a head, but with its tanh layer: it returns features."""
+    return replace_head(config, None, keep=['representation_size'])
 
 
 class _ClassVectors(NamedTuple):

@@ -126,7 +126,7 @@ class Evaluator:
         reader: ImageReader,
         indices: Int[np.ndarray, 'n'] | None = None,
         *,
-        watch: WrapBatches = iter,
+        wrap: WrapBatches = iter,
     ) -> Evaluation:
         """Evaluates images, counting each exactly once.
 
@@ -134,7 +134,7 @@ class Evaluator:
           params: Parameters on the devices of the mesh.
           reader: Images. Unreadable images that it skips are left out.
           indices: Indices of images in the source; None: all.
-          watch: Wraps the iterator of batches, for example to show progress.
+          wrap: Wraps the iterator of batches, for example to show progress.
 
         Raises:
           UserError: If no image can be read.
@@ -155,7 +155,7 @@ class Evaluator:
 
         # The devices compute a batch while the outputs of the previous one are read.
         previous = None
-        for batch in watch(self.batches.read(reader, indices)):
+        for batch in wrap(self.batches.read(reader, indices)):
             current = self.step(params, batch, *self.arguments)
             if previous is not None:
                 add(previous)

@@ -45,7 +45,7 @@ def make_feature_sums(
 
 
 def make_feature_function(
-    evaluator: Evaluator, params: Params, watch: WrapBatches = iter
+    evaluator: Evaluator, params: Params, wrap: WrapBatches = iter
 ) -> FeatureFn:
     """Returns a function (reader, indices) -> features (n d) in host memory.
 
@@ -54,7 +54,7 @@ def make_feature_function(
     """
 
     def compute(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        evaluation = evaluator.evaluate(params, reader, indices, watch=watch)
+        evaluation = evaluator.evaluate(params, reader, indices, wrap=wrap)
         rows = evaluation.outputs['features']
         is_finite = np.isfinite(rows).all(axis=1)
         if not is_finite.all():

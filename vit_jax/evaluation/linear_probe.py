@@ -161,7 +161,7 @@ class LinearProbe:
     preprocessing: Preprocessing
     batches: BatchMaker
     report: Callable[[str], Any]  # gets progress lines
-    watch: WrapBatches = iter  # wraps iterators of batches
+    wrap: WrapBatches = iter  # wraps iterators of batches
 
     def __post_init__(self) -> None:
         depth = getattr(self.model.config, 'depth', 0)  # a ResNet has no blocks
@@ -220,8 +220,8 @@ class LinearProbe:
 
         evaluator = make_evaluator(hits, self.batches)
         params = {'model': params, 'heads': heads}
-        validated = evaluator.evaluate(params, valid, watch=self.watch)
-        tested = evaluator.evaluate(params, test, watch=self.watch)
+        validated = evaluator.evaluate(params, valid, wrap=self.wrap)
+        tested = evaluator.evaluate(params, test, wrap=self.wrap)
         chosen = max(names, key=validated.metrics.__getitem__)  # the first of equal ones
         return {
             'accuracy': tested.metrics[chosen],
@@ -256,7 +256,7 @@ class LinearProbe:
         jitted_step = jit(step, donate_argnums=0)
         report_interval = math.ceil(config.steps / 10)
         previous_loss = None
-        for count, batch in enumerate(self.watch(batches), 1):
+        for count, batch in enumerate(self.wrap(batches), 1):
             state, loss = jitted_step(state, params, batch)
             jax.block_until_ready(previous_loss)  # so that few batches are on the devices
             previous_loss = loss

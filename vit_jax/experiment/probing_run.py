@@ -83,7 +83,7 @@ def probe(
         lines = [f'start_from {start.path}', *start.report, *report, f'compute {compute}']
         console.print('\n'.join(lines))
         placed = meshes.put(params, shardings)
-        features_of = features.make_feature_function(evaluator, placed, watch=job.tick_each)
+        features_of = features.make_feature_function(evaluator, placed, wrap=job.tick_each)
         train_linear = None
         if linear_probe is not None:
             train_linear = functools.partial(linear_probe.evaluate, placed)

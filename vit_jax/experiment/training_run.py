@@ -620,7 +620,7 @@ class TrainingRun:
         """Computes loss and metrics of a split. Returns them, and a summary."""
         reader = self.opened.experiment.eval_readers[name]
         evaluate = self.programs.evaluators[name].evaluate
-        result = evaluate(state.eval_params, reader, watch=self.job.tick_each)
+        result = evaluate(state.eval_params, reader, wrap=self.job.tick_each)
         self.evals[name] = result.metrics
         numbers = result.metrics | {'count': result.num_images}
         summary = summarize_evals({name: result.metrics}, self.opened.experiment.shown)
@@ -637,7 +637,7 @@ class TrainingRun:
         workdir = self.opened.workdir
         assert experiment.probes is not None  # `_actions` checks config.fewshot
         features_of = make_feature_function(
-            self.programs.evaluators['fewshot'], state.eval_params, watch=self.job.tick_each
+            self.programs.evaluators['fewshot'], state.eval_params, wrap=self.job.tick_each
         )
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
         self.fewshot = result | {'step': step, 'checkpoint': str(workdir.folder)}

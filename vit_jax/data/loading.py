@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -486,3 +486,24 @@ def abstract_batch(
     }
     sharding = batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(*x, sharding=sharding) for name, x in shapes.items()}
+
+
+class BatchSource(NamedTuple):
+    """Makes batches on the devices of a mesh from the images of a reader."""
+
+    mesh: Mesh
+    make_loader: Callable[[ImageReader], Loader]
+    batch_size: int
+
+    def read(
+        self, reader: ImageReader, indices: Int[np.ndarray, 'n'] | None = None
+    ) -> Iterator[Batch]:
+        """Yields batches of images in order, all if `indices` is None; the last one is padded."""
+        if indices is None:
+            indices = np.arange(len(reader.source))
+        loader = self.make_loader(reader)
+        return sequential_batches(loader, indices, batch_size=self.batch_size)
+
+    def abstract(self, reader: ImageReader) -> Batch:
+        """Returns shape, dtype and sharding of each array of a batch."""
+        return abstract_batch(self.mesh, self.batch_size, reader.size, reader.source.label_shape)

@@ -6,8 +6,8 @@ import numpy as np
 
 from vit_jax.base import Batch, Float, Int, Params, UserError
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
-from vit_jax.data.loading import ImageReader
-from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, WrapBatches, make_evaluator
+from vit_jax.data.loading import BatchSource, ImageReader
+from vit_jax.evaluation.evaluator import Evaluator, WrapBatches, make_evaluator
 from vit_jax.models import Model, ViTConfig
 from vit_jax.training.losses import BatchSums
 
@@ -16,7 +16,7 @@ FeatureFn = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d
 
 
 def make_feature_evaluator(
-    model: Model, preprocessing: Preprocessing, batches: BatchMaker
+    model: Model, preprocessing: Preprocessing, batches: BatchSource
 ) -> Evaluator:
     """Makes an evaluator whose outputs are `features`.
 

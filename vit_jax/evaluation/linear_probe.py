@@ -20,10 +20,10 @@ from vit_jax.base import Array, Batch, Float, Key, Num, Params, records, require
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation, augment
 from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing, normalize
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.loading import BatchSource, ImageReader
 from vit_jax.data.sources.base import select
 from vit_jax.distributed import meshes
-from vit_jax.evaluation.evaluator import BatchMaker, WrapBatches, make_evaluator
+from vit_jax.evaluation.evaluator import WrapBatches, make_evaluator
 from vit_jax.models import Model, ViTConfig
 from vit_jax.models.model import apply_final_norm
 from vit_jax.training.losses import BatchSums, make_targets, sum_examples
@@ -159,7 +159,7 @@ class LinearProbe:
     config: LinearProbeConfig
     model: Model
     preprocessing: Preprocessing
-    batches: BatchMaker
+    batches: BatchSource
     report: Callable[[str], Any]  # gets progress lines
     wrap: WrapBatches = iter  # wraps iterators of batches
 

@@ -34,7 +34,7 @@ from vit_jax.evaluation.evaluator import (
 )
 from vit_jax.evaluation.features import make_feature_function
 from vit_jax.experiment import data_manifest, workdirs
-from vit_jax.experiment.build import Experiment, build_experiment, make_eval_batches
+from vit_jax.experiment.build import Experiment, build_experiment, make_batch_source
 from vit_jax.experiment.functions import Update
 from vit_jax.experiment.reporter import Reporter, describe_run, make_console
 from vit_jax.experiment.workdirs import Workdir
@@ -403,7 +403,7 @@ def make_linear_probe_head(
 
     All processes get it from process 0.
     """
-    batches = make_eval_batches(experiment.config, experiment.mesh)  # with its own cache of images
+    batches = make_batch_source(experiment.config, experiment.mesh)  # with its own cache of images
     features = make_step_evaluator(experiment.functions.features(), batches)
     reader = dataclasses.replace(experiment.train_reader, crop=experiment.preprocessing.crop)
     features_of = make_feature_function(features, params, job.tick_each)

@@ -141,7 +141,7 @@ def _evaluate_data(
             only_data_classes=arguments.only_data_classes,
             calibrate=len(source) * len(source.class_names) <= _MAX_LOGITS,
             further_metrics=arguments.metrics,
-            watch=functools.partial(bar.track, total=num_batches, description='batches'),
+            wrap=functools.partial(bar.track, total=num_batches, description='batches'),
         )
     images = plural(report.num_images, 'image')
     classes = plural(len(report.classes), 'class')
@@ -346,8 +346,8 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
             source = renumber_classes(test_set.open(root), class_names)
             with output.progress_bar() as bar:
                 total = -(-len(source) // arguments.batch_size)
-                watch = functools.partial(bar.track, total=total, description=test_set.name)
-                report = imagenet_suite.evaluate(test_set, loaded, source, watch=watch, **options)
+                wrap = functools.partial(bar.track, total=total, description=test_set.name)
+                report = imagenet_suite.evaluate(test_set, loaded, source, wrap=wrap, **options)
         except UserError as error:
             if not isinstance(error, MissingFile) or test_set.command not in missing.values():
                 print(f'{test_set.name}: skipped ({error}); in {root}, run: {test_set.command}')

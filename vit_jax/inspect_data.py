@@ -156,7 +156,9 @@ def _scan(
         for split, source in sources.items():
             task = bar.add_task(escape(split), total=len(source))
             done = functools.partial(bar.advance, task)
-            scans[split] = inspection.scan(reader_of(source), pool, done, known=readable_images)
+            scans[split] = inspection.scan(
+                reader_of(source), pool, done, images_by_name=readable_images
+            )
             print(f'{split}: {plural(len(source), "image")}')
             print('\n'.join(_describe(scans[split])))
     return scans, readable_images

@@ -376,9 +376,9 @@ def load(
         changes['channels'] = channels
     if size not in (None, 'stored'):
         changes['image_size'] = size
-    if num_classes not in ('keep', old.num_classes):
-        changes |= {'num_classes': num_classes, 'head': 'linear', 'head_bias': 0.0}
     new = dataclasses.replace(old, **changes)
+    if num_classes != 'keep' and num_classes != old.num_classes:
+        new = transfer.replace_head(new, num_classes, keep=['representation_size', 'patch_outputs'])
     params, lines = transfer.adapt_and_replace_head(checkpoint.read(), old=old, new=new)
     if new.num_classes != old.num_classes:  # class names and loss describe the old head
         card = dataclasses.replace(card, class_names=(), loss=None)

@@ -13,7 +13,7 @@ Command: python -m vit_jax.study --config=configs/studies/vtab.py:L/16-in21k --w
 from typing import Any
 
 from vit_jax.configs.finetune import vtab
-from vit_jax.data.sources.vtab import TASKS, Task
+from vit_jax.data.sources.vtab import TASKS, VtabTask
 from vit_jax.studies.config import Grid, Study
 
 # Table 9: test accuracies in percent, in the order of TASKS.
@@ -48,7 +48,7 @@ def get_config(network: str = 'L/16-in21k') -> Study:
     return Study(title=f'VTAB-1k, {network}', base=base, grids={'vtab': grid}, seeds=(0, 1, 2))
 
 
-def _changes(name: str, task: Task) -> dict[str, Any]:
+def _changes(name: str, task: VtabTask) -> dict[str, Any]:
     uncropped: dict[str, Any] = {} if task.crop else {'augmentation.crop': None}
     unflipped: dict[str, Any] = {} if task.flip else {'augmentation.flip': False}
     return {'data': f'vtab:{name}'} | uncropped | unflipped

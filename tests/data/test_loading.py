@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.base import UserError
-from vit_jax.data import loading
+from vit_jax.data import inspection, loading
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
 from vit_jax.data.loading import ExampleRef, make_reader
 from vit_jax.data.sources.arrays import array_source
@@ -281,3 +281,9 @@ def test_a_label_that_is_no_whole_number_is_rejected_not_rounded():
             reader.examples([ExampleRef(0)], pool)
     with pytest.raises(UserError, match='mine: got the label'):
         assert source.labels is None
+    mixed = dataclasses.replace(source, label_of=[1, 0.5, 1].__getitem__)
+    with pytest.raises(UserError, match='mine: got the label 0.5'):
+        assert mixed.labels is None
+    with futures.ThreadPoolExecutor(1) as pool:
+        with pytest.raises(UserError, match='mine: got the label'):
+            inspection.scan(reader, pool, lambda count: None, images_by_name={})

@@ -75,6 +75,13 @@ def test_a_batch_that_cannot_be_split_is_rejected_with_sizes_that_can(size, near
         check_batch_size(size, make_mesh(MeshConfig()), accumulation_steps=2)
 
 
+def test_devices_of_the_tensor_axis_share_the_rows_of_a_batch():
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2))
+    check_batch_size(4, mesh, accumulation_steps=1)
+    with pytest.raises(UserError, match=r'not a multiple of 4 \(data x fsdp\).*: 4 or 8$'):
+        check_batch_size(6, mesh, accumulation_steps=1)
+
+
 def test_one_axis_takes_the_devices_that_the_others_leave():
     assert make_mesh(MeshConfig(fsdp=2)).shape == {'data': 4, 'fsdp': 2, 'tensor': 1}
     assert make_mesh(MeshConfig(data=2, fsdp=-1)).shape == {'data': 2, 'fsdp': 4, 'tensor': 1}

@@ -107,6 +107,15 @@ def test_objectnet_accepts_any_counterpart_and_crops_the_frame(network, tmp_path
     assert by_hand(labels=right, cut=2) != by_hand(labels=[one[:1] for one in right], cut=2)
 
 
+@pytest.mark.parametrize(
+    'name, folder', [('a', 'imagenet-a'), ('v2', 'imagenetv2-matched-frequency-format-val')]
+)
+def test_images_without_class_folders_are_no_test_set(name, folder, tmp_path):
+    write_image(tmp_path / folder / 'x.png', 0)
+    with pytest.raises(UserError, match=f'{folder}: no class folders'):
+        SETS[name].open(tmp_path)
+
+
 def test_v2_folders_are_class_numbers(tmp_path):
     folder = tmp_path / 'imagenetv2-matched-frequency-format-val'
     for number in 3, 12, 999:

@@ -267,7 +267,7 @@ def test_a_folder_of_images_without_classes_is_enough(tmp_path, capsys):
     assert len(run.experiment.train_reader.source) == 11 and np.isfinite(run.evals['test']['loss'])
     folder = tmp_path / 'inspected'
     assert inspect_data.main(argparse.Namespace(config=config, workdir=str(folder))) == 0
-    with pytest.raises(UserError, match='no class folders'):
+    with pytest.raises(UserError, match='the images have no classes'):
         build_experiment(dataclasses.replace(config, objective=None))
     with pytest.raises(UserError, match='photos: the images have no classes'):
         build_experiment(dataclasses.replace(config, fewshot=FewshotConfig()))

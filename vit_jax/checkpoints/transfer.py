@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.base import Params, UserError, plural, raise_all, records, require, tree_names
+from vit_jax.base import Float, Params, UserError, plural, raise_all, records, require, tree_names
 from vit_jax.base.npz import decode_names, open_npz
 from vit_jax.checkpoints import resize
 from vit_jax.checkpoints.card import Card
@@ -87,7 +87,10 @@ def transfer(
 
 
 def _changed_mask_arrays(old: Params, new: Params) -> set[str]:
-    """Returns the names of mask token and patch head that only one model has with this shape."""
+    """Returns the names of the arrays of mask token and patch head that differ.
+
+    Only one model has such an array, or the models have it with different shapes.
+    """
     names = {name for name in old.keys() | new.keys() if name.startswith(f'{MASKED}/')}
     return {
         name
@@ -105,25 +108,26 @@ def _keep_known_classes(
     few equal names may be a coincidence, and a mostly new head is better reset entirely.
     """
     old_columns = {name: column for column, name in enumerate(old)}
-    old_names = match_names(new, old)
-    new_columns = [column for column, name in enumerate(new) if name in old_names]
-    sources = [old_columns[old_names[name]] for name in new if name in old_names]
+    matches = match_names(new, old)
+    # Maps the columns of the new head to columns of the old one.
+    columns = {i: old_columns[matches[name]] for i, name in enumerate(new) if name in matches}
     fits = pretrained.keys() >= fresh.keys() and all(
         pretrained[name].shape == (*leaf.shape[:-1], len(old)) for name, leaf in fresh.items()
     )
-    if not sources or not fits:
+    if not columns or not fits:
         return {}, None
-    count = f'{len(sources)} of {len(new)} classes'
-    if 2 * len(sources) < len(new):
+    count = f'{len(columns)} of {len(new)} classes'
+    if 2 * len(columns) < len(new):
         return {}, f'head: reset to zero; only {count} have the name of a pre-trained class'
-    targets = np.array(new_columns)
+    targets = np.array([*columns])
+    sources = np.array([*columns.values()])
     kept = {
         name: jnp.asarray(leaf).at[..., targets].set(np.asarray(pretrained[name])[..., sources])
         for name, leaf in fresh.items()
         if not isinstance(leaf, jax.ShapeDtypeStruct)  # abstract parameters have no values to set
     }
     line = f'head: kept for {count} (by name)'
-    others = [repr(name) for name in new if name not in old_names]
+    others = [repr(name) for name in new if name not in matches]
     if others:
         line += f'; new: {", ".join(others if len(others) <= 5 else [*others[:5], "..."])}'
     return kept, line
@@ -255,25 +259,63 @@ def adapt_and_replace_head(params: Params, *, old: ModelConfig, new: ModelConfig
     return transfer(params, old=old, new=new, fresh=jax.device_get(fresh))
 
 
-def remove_head(config: ModelConfig) -> ModelConfig:
-    """Returns the configuration without a head; the model then returns the features."""
-    changes: dict[str, Any] = {'num_classes': None, 'head': 'linear', 'head_bias': 0.0}
-    if isinstance(config, ViTConfig):
-        changes['patch_outputs'] = None
-    return dataclasses.replace(config, **changes)
-
-
-def with_linear_head(config: ModelConfig, *, num_classes: int | None) -> ModelConfig:
-    """Returns the configuration with a single linear layer as head (ViT paper, section 3.2).
+def replace_head(
+    config: ModelConfig,
+    num_classes: int | None,
+    *,
+    keep: Collection[Literal['head_bias', 'representation_size', 'patch_outputs']] = (),
+) -> ModelConfig:
+    """Returns the configuration with a linear layer as head (ViT paper, section 3.2).
 
     Args:
       config: The architecture, such as a pre-trained model's.
-      num_classes: The number of classes; None: no head.
+      num_classes: The number of classes; None: no head, the model returns the features.
+      keep: Other fields of heads that are kept. By default, the bias starts at 0, and the tanh
+        layer before the head and the head that predicts patches are removed.
     """
-    changes: dict[str, Any] = {'num_classes': num_classes, 'head': 'linear'}
-    if isinstance(config, ViTConfig):
-        changes |= {'representation_size': None, 'patch_outputs': None}
-    return dataclasses.replace(config, **changes)
+    default = type(config)()
+    others = {'head_bias', 'representation_size', 'patch_outputs'} - {*keep}
+    changes = {name: getattr(default, name) for name in others if hasattr(default, name)}
+    return dataclasses.replace(config, num_classes=num_classes, head='linear', **changes)
+
+
+def remove_head(config: ModelConfig) -> ModelConfig:
+    """Returns the configuration without a head, but with its tanh layer: it returns features."""
+    return replace_head(config, None, keep=['representation_size'])
+
+
+class _ClassVectors(NamedTuple):
+    """The contents of a file of class vectors."""
+
+    vectors: Float[np.ndarray, 'k d']
+    numbers: dict[str, Float[np.ndarray, '']]  # scale and bias
+    has_bias: bool
+    class_names: tuple[str, ...]  # empty if the file has none
+
+
+def _read_class_vectors(path: str, width: int) -> _ClassVectors:
+    """Reads a file of vectors of this width. Raises UserError if it cannot be used."""
+    stored = open_npz(path)
+    require(
+        {'vectors'} <= {*stored} <= {'vectors', 'class_names', *_NUMBERS},
+        f'got the arrays {", ".join(stored)}; expected vectors and, optionally, scale, bias '
+        'and class_names',
+    )
+    shape = stored['vectors'].shape
+    expected = (*shape[:1], width)
+    require(shape == expected, f'vectors: got shape {shape}; expected {expected}')
+    arrays: dict[str, Any] = {'vectors': stored['vectors'].read()}
+    for name, default in _NUMBERS.items():
+        arrays[name] = np.squeeze(stored[name].read() if name in stored else default)
+        require(not arrays[name].shape, f'{name}: got shape {arrays[name].shape}; expected ()')
+    arrays = {n: array.astype(np.float32, casting='same_kind') for n, array in arrays.items()}
+    for name, array in arrays.items():
+        require(np.isfinite(array).all(), f'{name}: got NaN or Inf; expected finite values')
+    require(arrays['scale'] > 0, f'scale: got {arrays["scale"]}; expected a positive number')
+    vectors = arrays.pop('vectors')
+    require(vectors.any(axis=1).all(), 'vectors: got a vector of zeros, which has no direction')
+    names = decode_names(stored['class_names'].read()) if 'class_names' in stored else ()
+    return _ClassVectors(vectors, arrays, 'bias' in stored, tuple(names))
 
 
 def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Params]:
@@ -300,36 +342,18 @@ def with_class_vectors(card: Card, params: Params, path: str) -> tuple[Card, Par
         'expected the projection of CLIP, or no head',
     )
     width = model.num_classes if card.is_projection else feature_width(model)
+    assert width is not None  # a projection has a number of outputs
     kind = f'cosine:{width}' if card.is_projection else 'cosine'
     with array_files.error_prefix(path):
-        stored = open_npz(path)
-        require(
-            {'vectors'} <= {*stored} <= {'vectors', 'class_names', *_NUMBERS},
-            f'got the arrays {", ".join(stored)}; expected vectors and, optionally, scale, bias '
-            'and class_names',
-        )
-        declared = stored['vectors'].shape
-        expected = (*declared[:1], width)
-        require(declared == expected, f'vectors: got shape {declared}; expected {expected}')
-        arrays: dict[str, Any] = {'vectors': stored['vectors'].read()}
-        for name, default in _NUMBERS.items():
-            arrays[name] = np.squeeze(stored[name].read() if name in stored else default)
-        arrays = {n: array.astype(np.float32, casting='same_kind') for n, array in arrays.items()}
-        for name, array in arrays.items():
-            shape = (*array.shape[:1], width) if name == 'vectors' else ()
-            require(array.shape == shape, f'{name}: got shape {array.shape}; expected {shape}')
-            require(np.isfinite(array).all(), f'{name}: got NaN or Inf; expected finite values')
-        require(arrays['scale'] > 0, f'scale: got {arrays["scale"]}; expected a positive number')
-        vectors = arrays.pop('vectors')
-        require(vectors.any(axis=1).all(), 'vectors: got a vector of zeros, which has no direction')
-        names = stored['class_names'].read() if 'class_names' in stored else np.array([], str)
+        stored = _read_class_vectors(path, width)
+        num_classes = len(stored.vectors)
         classifier = dataclasses.replace(
             card,
-            model=dataclasses.replace(model, num_classes=len(vectors), head=kind, head_bias=0.0),
-            class_names=tuple(decode_names(names)),
-            loss='sigmoid' if 'bias' in stored else 'softmax',
+            model=dataclasses.replace(model, num_classes=num_classes, head=kind, head_bias=0.0),
+            class_names=stored.class_names,
+            loss='sigmoid' if stored.has_bias else 'softmax',
         )
-    head: dict[str, Any] = {'kernel': vectors.T, **arrays}
+    head: dict[str, Any] = {'kernel': stored.vectors.T, **stored.numbers}
     if card.is_projection:
         head['projection'] = {'kernel': params['head']['kernel']}
     return classifier, params | {'head': head}

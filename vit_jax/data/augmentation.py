@@ -45,7 +45,7 @@ from vit_jax.data.three_augment import apply_color_jitter, apply_three_augment
 
 
 class AugregLevel(NamedTuple):
-    """RandAugment and MixUp of "How to train your ViT?" (AugReg)."""
+    """Settings of RandAugment and MixUp in AugReg ("How to train your ViT?")."""
 
     layers: int  # of RandAugment
     magnitude: float  # of RandAugment
@@ -213,7 +213,7 @@ def _augment_image(key: Key[Array, ''], image: Image, config: Augmentation) -> I
 def _erase(key: Key[Array, ''], image: Image, probability: Scalar) -> Image:
     """Replaces a rectangle of random area, aspect ratio and position by noise."""
     size = image.shape[0], image.shape[1]
-    is_erased_key, area_key, aspect_key, corner_key, noise_key = jax.random.split(key, 5)
+    coin_key, area_key, aspect_key, corner_key, noise_key = jax.random.split(key, 5)
     min_area, max_area = _ERASED_AREA
     area = math.prod(size) * jax.random.uniform(area_key, (), minval=min_area, maxval=max_area)
     low, high = jnp.log(jnp.asarray(_ERASED_ASPECT))
@@ -221,7 +221,7 @@ def _erase(key: Key[Array, ''], image: Image, probability: Scalar) -> Image:
     sides = jnp.sqrt(jnp.stack([area * aspect, area / aspect]))
     sides = jnp.minimum(jnp.rint(sides), jnp.asarray(size))
     corner = jnp.floor(jax.random.uniform(corner_key, (2,)) * (jnp.asarray(size) - sides + 1))
-    is_erased = jax.random.bernoulli(is_erased_key, probability)
+    is_erased = jax.random.bernoulli(coin_key, probability)
     hidden = _box_mask(corner, corner + sides, size) & is_erased
     noise = jax.random.bits(noise_key, image.shape, jnp.uint8)
     return jnp.where(hidden[..., None], noise, image)

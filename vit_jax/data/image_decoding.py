@@ -218,7 +218,7 @@ def decode_pillow(image: 'PillowImage', *, exif_rotation: bool) -> Image:
         return apply_orientation(pixels, orientation)
     if orientation != stored_orientation:  # Pillow has turned the image upright
         return apply_orientation(pixels, _INVERSE.get(stored_orientation, stored_orientation))
-    return apply_orientation(pixels, 1)
+    return pixels
 
 
 def read_orientation(image: 'bytes | PillowImage') -> int:
@@ -360,11 +360,11 @@ def _to_rgb(image: 'PillowImage') -> Image:
     if image.format == 'TIFF':
         tags: Any = image.tag_v2  # type: ignore[attr-defined]
         is_misread = tags.get(_PLANAR) == 2 or tags.get(_PHOTOMETRIC) == 0
-        require(
-            not is_misread or max(tags.get(_BITS, (8,))) != 16,
-            'a 16-bit TIFF with planar configuration 2 or WhiteIsZero is not supported; '
-            'expected interleaved RGB with black as 0, or 8 bits',
-        )
+        if is_misread and max(tags.get(_BITS, (8,))) == 16:
+            raise UserError(
+                'a 16-bit TIFF with planar configuration 2 or WhiteIsZero is not supported; '
+                'expected interleaved RGB with black as 0, or 8 bits'
+            )
     if is_16_bit:  # `convert` would clip values above 255 to white
         high_byte = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return np.repeat(high_byte[..., None], 3, axis=-1)
@@ -448,18 +448,18 @@ def _as_stored(
 ) -> tuple[Region, tuple[int, int]]:
     """Converts a region and the shape of an upright image to the stored, reduced image."""
 
-    def reduce_up(pixels: int) -> int:
+    def ceil_divide(pixels: int) -> int:
         return -(-pixels // reduction)
 
     top, left, rows, columns = region
-    bottom = reduce_up(top + rows)
-    right = reduce_up(left + columns)
+    bottom = ceil_divide(top + rows)
+    right = ceil_divide(left + columns)
     top = top // reduction
     left = left // reduction
     rows = bottom - top
     columns = right - left
-    height = reduce_up(shape[0])
-    width = reduce_up(shape[1])
+    height = ceil_divide(shape[0])
+    width = ceil_divide(shape[1])
     if orientation in _ROWS_REVERSED:
         top = height - top - rows
     if orientation in _COLUMNS_REVERSED:

@@ -66,17 +66,17 @@ class CentralCrop(Record):
     def placement(self, shape: TracedSize, size: Size) -> tuple[TracedSize, TracedSize]:
         """Returns the resized size of an image of this shape, and the top left of the crop."""
         resized = self.resized_size(shape, size)
-        half = _rounded if self.rounding == 'timm' else operator.floordiv
-        top = half(resized[0] - size[0], 2)
-        left = half(resized[1] - size[1], 2)
+        divide = _rounded if self.rounding == 'timm' else operator.floordiv
+        top = divide(resized[0] - size[0], 2)
+        left = divide(resized[1] - size[1], 2)
         return resized, (top, left)
 
     def resized_size(self, old: TracedSize, size: Size) -> TracedSize:
         """Returns the size to which an image of size `old` is resized before cropping."""
-        # `scale` is a quotient such as 256 / 224, so a product may be just below a whole number.
         rounds_to_nearest = self.rounding == 'nearest'
 
         def scaled(side: int) -> int:
+            # `scale` is a quotient such as 256 / 224: a product may be just below a whole number.
             exact = side * self.scale
             return round(exact) if rounds_to_nearest else math.floor(round(exact, 6))
 
@@ -87,9 +87,8 @@ class CentralCrop(Record):
         if self.rounding == 'transformers':  # scales the shorter side even if the crop is no square
             height = width = max(min(height, width), *size)
         # timm resizes to a size that is not square with ResizeKeepRatio, which rounds to nearest.
-        if self.rounding == 'timm' and height != width:
-            rounds_to_nearest = True
-        divide = _rounded if rounds_to_nearest else operator.floordiv
+        keeps_ratio = self.rounding == 'timm' and height != width
+        divide = _rounded if rounds_to_nearest or keeps_ratio else operator.floordiv
         return _covering_size(old, (height, width), divide)
 
 
@@ -185,8 +184,8 @@ class InceptionCrop(Record):
             rows = min(low, high) + int(second * (max(0, high - low) + 1))
             columns = round(rows * aspect)
             share = rows * columns / (height * width)
-            has_allowed_area = self.area[0] <= share <= self.area[1] and rows > 0 and columns > 0
-            if columns <= width and has_allowed_area:
+            is_allowed = self.area[0] <= share <= self.area[1]  # rejects empty regions too
+            if columns <= width and is_allowed:
                 top = int(down * (height - rows + 1))
                 left = int(right * (width - columns + 1))
                 return top, left, rows, columns

@@ -12,6 +12,7 @@ import numpy as np
 
 from vit_jax.data.image_decoding import decode, read_header
 from vit_jax.data.loading import ImageReader
+from vit_jax.data.sources.base import check_label
 
 
 class ImageInfo(NamedTuple):
@@ -43,7 +44,7 @@ def scan(
     pool: futures.Executor,
     done: Callable[[int], None],
     *,
-    known: dict[str, ImageInfo],
+    images_by_name: dict[str, ImageInfo],
 ) -> SplitReport:
     """Reads, decodes and crops every image of a source once.
 
@@ -51,13 +52,13 @@ def scan(
       reader: The reader of the source.
       pool: The threads that read.
       done: Is called with 1 after each image.
-      known: The images of earlier scans by name, to find duplicates; this scan adds its images.
+      images_by_name: The images of earlier scans, to find duplicates; this scan adds its images.
     """
     source = reader.source
     result = SplitReport(len(source), dict.fromkeys(source.class_names, 0))
     formats = collections.Counter[str]()
-    sizes = list[tuple[int, int]]()
-    name_by_digest = {image.digest: name for name, image in reversed(known.items())}
+    sizes: list[tuple[int, int]] = []
+    name_by_digest = {image.digest: name for name, image in reversed(images_by_name.items())}
     names = source.read_names(range(len(source)))
     images = pool.map(functools.partial(_examine, reader), range(len(source)))
     for name, image in zip(names, images, strict=True):
@@ -67,11 +68,11 @@ def scan(
             continue
         for class_name in image.classes:
             result.classes[class_name] += 1
-        known[name] = image
+        images_by_name[name] = image
         other = name_by_digest.setdefault(image.digest, name)
         if other is not name:
             classes = ', '.join(image.classes)
-            other_classes = ', '.join(known[other].classes)
+            other_classes = ', '.join(images_by_name[other].classes)
             if classes == other_classes:
                 result.duplicates.append(f'{name} = {other}')
             else:
@@ -86,7 +87,10 @@ def scan(
 
 
 def _examine(reader: ImageReader, index: int) -> ImageInfo | str:
-    """Returns the properties of an image, or the reason why it is unreadable."""
+    """Returns the properties of an image, or the reason why it is unreadable.
+
+    Raises UserError if its label is not a whole number (see `check_label`).
+    """
     source = reader.source
     max_pixels = reader.max_pixels
     try:
@@ -95,14 +99,12 @@ def _examine(reader: ImageReader, index: int) -> ImageInfo | str:
         reader.crop(pixels, reader.size, None)
     except (ValueError, OSError) as error:
         return getattr(error, 'strerror', None) or str(error)
+    check_label(label, source.data)
     numbers = np.flatnonzero(label) if source.multi_label else [int(label)]
-    if isinstance(stored, np.ndarray):
-        image_format = 'array'
-    else:
-        image_format = read_header(stored, max_pixels).kind
+    kind = 'array' if isinstance(stored, np.ndarray) else read_header(stored, max_pixels).kind
     return ImageInfo(
         classes=[source.class_names[n] for n in numbers if source.class_names],
-        format=image_format,
+        format=kind,
         size=(pixels.shape[0], pixels.shape[1]),
         digest=hashlib.blake2b(bytes(stored), digest_size=16).digest(),
     )

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -193,21 +193,26 @@ class LoaderConfig(Record):
     def check_batch_size(self, batch_size: int, *, mixes: bool) -> None:
         """Raises UserError unless a batch has room for `repeats` copies of each image.
 
-        With `mixes`, MixUp or CutMix mixes each example with the one before, and the last one with
-        the first one.
+        If `mixes` is true, also rejects a batch whose last image is a copy of its first one,
+        because MixUp and CutMix mix the first image with the last.
         """
-        wrong = f'loader.repeats={self.repeats}'
-        if self.repeats > max(1, batch_size // 2):
-            most = max(1, batch_size // 2)
-            raise UserError(f'{wrong}: expected at most {most}, half of batch_size={batch_size}')
+        where = f'loader.repeats={self.repeats}'
+        most = max(1, batch_size // 2)
+        require(
+            self.repeats <= most,
+            f'{where}: expected at most {most}, half of batch_size={batch_size}',
+        )
         distinct = -(-batch_size // self.repeats)
         copies = -(-batch_size // distinct)
-        if copies != self.repeats:
-            room = f'batch_size={batch_size} has room for {copies}'
-            raise UserError(f'{wrong}: {room}; expected repeats={copies}')
+        require(
+            copies == self.repeats,
+            f'{where}: batch_size={batch_size} has room for {copies}; expected repeats={copies}',
+        )
         if mixes and batch_size % distinct == 1:  # the last example is a copy of the first one
-            advice = f'would mix an image with its copy at batch_size={batch_size}'
-            raise UserError(f'{wrong}: MixUp and CutMix {advice}; use another batch_size')
+            raise UserError(
+                f'{where}: MixUp and CutMix would mix an image with its copy at '
+                f'batch_size={batch_size}; use another batch_size'
+            )
 
 
 def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
@@ -221,12 +226,17 @@ def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int
       name: The flag or field of the batch size, for the message.
       accumulation_steps: Number of parts of a batch for gradient accumulation.
     """
-    rows, (height, width) = -(-batch_size // jax.process_count()), size
+    rows = -(-batch_size // jax.process_count())
+    height, width = size
     copies = 2 + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
-    needed, memory = copies * rows * height * width * 3, psutil.virtual_memory().total
-    text = f'{rows:,} images of {height}x{width} pixels need {needed / 2**30:,.0f} GiB'
-    text += f'; expected at most {memory / 2**30:,.0f} GiB, the memory of this machine'
-    require(needed <= memory, f'{name}={batch_size}: {text}')
+    needed = copies * rows * height * width * 3
+    memory = psutil.virtual_memory().total
+    require(
+        needed <= memory,
+        f'{name}={batch_size}: {rows:,} images of {height}x{width} pixels need '
+        f'{needed / 2**30:,.0f} GiB; expected at most {memory / 2**30:,.0f} GiB, '
+        'the memory of this machine',
+    )
 
 
 # Maps a position in the stream of examples to an example; None: padding.
@@ -274,7 +284,8 @@ def balanced_sampler(
 
     def sampler(position: int) -> ExampleRef:
         place = order(position)
-        before, after = starts(place.epoch), starts(place.epoch + 1)
+        before = starts(place.epoch)
+        after = starts(place.epoch + 1)
         in_epoch = after - before  # where each class starts in this epoch, if sorted by class
         number = int(np.searchsorted(in_epoch, place.index, side='right')) - 1
         used = before[number + 1] - before[number] + place.index - in_epoch[number]
@@ -316,9 +327,11 @@ def training_sampler(
 
 def check_balance(source: Source, config: LoaderConfig) -> None:
     """Raises UserError if classes are to be balanced but an image has not exactly one class."""
-    wrong = f'loader.balance={config.balance}: expected 0 for {source.data} {source.split}, because'
-    require(not config.balance or not source.multi_label, f'{wrong} images have several classes')
-    require(not config.balance or bool(source.class_names), f'{wrong} images have no classes')
+    if config.balance:
+        expected = f'expected 0 for {source.data} {source.split}'
+        where = f'loader.balance={config.balance}'
+        require(not source.multi_label, f'{where}: {expected}, because images have several classes')
+        require(bool(source.class_names), f'{where}: {expected}, because images have no classes')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,8 +366,11 @@ def make_loader(
     pool = futures.ThreadPoolExecutor(config.threads or count_cores())
     fits = len(reader.source) * math.prod(reader.size) * 3 / 2**20 <= config.device_mb
     if reader.crop.random:
-        wrong = f'placement=device: expected auto or host with {type(reader.crop).__name__}'
-        require(config.placement != 'device', f'{wrong}, because random crops differ by epoch')
+        require(
+            config.placement != 'device',
+            f'placement=device: expected auto or host with {type(reader.crop).__name__}, '
+            'because random crops differ by epoch',
+        )
     elif config.placement == 'device' or (config.placement == 'auto' and fits):
         with pool:
             return _keep_on_device(reader, pool, sharding, config)
@@ -470,3 +486,24 @@ def abstract_batch(
     }
     sharding = batch_sharding(mesh)
     return {name: jax.ShapeDtypeStruct(*x, sharding=sharding) for name, x in shapes.items()}
+
+
+class BatchSource(NamedTuple):
+    """Makes batches on the devices of a mesh from the images of a reader."""
+
+    mesh: Mesh
+    make_loader: Callable[[ImageReader], Loader]
+    batch_size: int
+
+    def read(
+        self, reader: ImageReader, indices: Int[np.ndarray, 'n'] | None = None
+    ) -> Iterator[Batch]:
+        """Yields batches of images in order, all if `indices` is None; the last one is padded."""
+        if indices is None:
+            indices = np.arange(len(reader.source))
+        loader = self.make_loader(reader)
+        return sequential_batches(loader, indices, batch_size=self.batch_size)
+
+    def abstract(self, reader: ImageReader) -> Batch:
+        """Returns shape, dtype and sharding of each array of a batch."""
+        return abstract_batch(self.mesh, self.batch_size, reader.size, reader.source.label_shape)

@@ -43,11 +43,13 @@ def blur(image: Image, sigma: Float[Array, '']) -> Image:
     part = part / (6 * (variance - (whole + 1) ** 2))
     middle = (2**24 / (2 * (whole + part) + 1)).astype(jnp.uint32)
     end = (2**24 - (2 * whole.astype(jnp.uint32) + 1) * middle) // 2
-    near, far = jnp.where(whole > 0, middle, end), jnp.where(whole > 0, end, 0)
+    near = jnp.where(whole > 0, middle, end)
+    far = jnp.where(whole > 0, end, 0)
 
     def apply_box(axis: int, _: Int[Array, ''], pixels: Image) -> Image:
         padded = jnp.pad(pixels, [(2, 2) if n == axis else (0, 0) for n in range(3)], mode='edge')
-        length, padded = pixels.shape[axis], padded.astype(jnp.uint32)
+        padded = padded.astype(jnp.uint32)
+        length = pixels.shape[axis]
         second_left, left, center, right, second_right = (
             jax.lax.slice_in_dim(padded, i, i + length, axis=axis) for i in range(5)
         )
@@ -85,7 +87,8 @@ def change_color(image: Image, operation: Int[Array, ''], factor: Float[Array, '
     gray = _to_gray(image)
     mean = (gray.sum() + gray.size // 2) // gray.size
     other = jax.lax.select_n(operation, jnp.zeros_like(gray), jnp.full_like(gray, mean), gray)
-    other, pixels = other[..., None].astype(jnp.float32), image.astype(jnp.float32)
+    other = other[..., None].astype(jnp.float32)
+    pixels = image.astype(jnp.float32)
     return jnp.clip(other + factor * (pixels - other), 0, 255).astype(jnp.uint8)
 
 

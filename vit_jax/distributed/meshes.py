@@ -148,10 +148,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def local_rows(sharding: NamedSharding, batch_size: int) -> Int[np.ndarray, 'n']:
     """Returns the sorted rows of the global batch that are on devices of this process."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    rows: set[int] = set()
-    for index in indices:
-        if index is not None:
-            rows |= {*range(batch_size)[index[0]]}
+    rows = {row for index in indices if index is not None for row in range(batch_size)[index[0]]}
     return np.array(sorted(rows))
 
 
@@ -179,13 +176,13 @@ def broadcast(values: Any) -> Any:
 
 def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) -> None:
     """Raises UserError if a batch cannot be split evenly; the message names the nearest sizes."""
-    num_devices = mesh.shape['data'] * mesh.shape['fsdp']
-    unit = num_devices * accumulation_steps
+    num_shards = mesh.shape['data'] * mesh.shape['fsdp']
+    unit = num_shards * accumulation_steps
     below = batch_size // unit * unit
     if batch_size != below or batch_size <= 0:
         nearest = f'{below} or {below + unit}' if below > 0 else f'{unit}'
         raise UserError(
-            f'batch_size={batch_size} is not a multiple of {num_devices} devices (data x fsdp)'
+            f'batch_size={batch_size} is not a multiple of {num_shards} (data x fsdp)'
             f' x {accumulation_steps} accumulation steps; nearest: {nearest}'
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.base import UserError, require, tree_names
+from vit_jax.base import UserError, tree_names
 from vit_jax.distributed.meshes import MeshConfig, Spec, format_mesh
 
 # The axis, from the end, that tensor splits: attention heads or the hidden layer. The first matrix
@@ -44,11 +44,10 @@ def shardings_for(state: Any, mesh: Mesh, config: MeshConfig) -> Any:
             if misfit is None:
                 return NamedSharding(mesh, PartitionSpec(*rule))
             # The optimizer's state of a parameter may have another shape than the parameter.
-            is_optimizer_state = name.startswith('opt_state/')
-            require(
-                is_optimizer_state,
-                f'config.mesh.rules: {rule} for {name} {list(leaf.shape)}: {misfit}',
-            )
+            if not name.startswith('opt_state/'):
+                raise UserError(
+                    f'config.mesh.rules: {rule} for {name} {list(leaf.shape)}: {misfit}'
+                )
         axes = _choose_axes(name, leaf, mesh, config.fsdp_min_mb)
         return NamedSharding(mesh, PartitionSpec(*axes))
 

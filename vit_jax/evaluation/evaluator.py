@@ -8,16 +8,15 @@ shapes share a compiled program. `Selection` finds the best evaluation of a trai
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from vit_jax.base import Array, Batch, Bool, Int, Num, Params, require
 from vit_jax.data import loading
-from vit_jax.data.loading import ImageReader, Loader, LoaderConfig
+from vit_jax.data.loading import BatchSource, ImageReader, LoaderConfig
 from vit_jax.distributed import meshes
 from vit_jax.training.duration import Interval, TrainLength
 from vit_jax.training.losses import BatchSums
@@ -44,29 +43,7 @@ _EVALUATIONS = 10
 _EVALUATED_SHARE = 0.2
 
 
-class BatchMaker(NamedTuple):
-    """Makes batches on the devices of a mesh from the images of a reader."""
-
-    mesh: Mesh
-    make_loader: Callable[[ImageReader], Loader]
-    batch_size: int
-
-    def read(
-        self, reader: ImageReader, indices: Int[np.ndarray, 'n'] | None = None
-    ) -> Iterator[Batch]:
-        """Yields batches of images in order, all if `indices` is None; the last one is padded."""
-        if indices is None:
-            indices = np.arange(len(reader.source))
-        loader = self.make_loader(reader)
-        return loading.sequential_batches(loader, indices, batch_size=self.batch_size)
-
-    def abstract(self, reader: ImageReader) -> Batch:
-        """Returns shape, dtype and sharding of each array of a batch."""
-        label_shape = reader.source.label_shape
-        return loading.abstract_batch(self.mesh, self.batch_size, reader.size, label_shape)
-
-
-def batches_on_all_devices(reader: ImageReader, batch_size: int) -> BatchMaker:
+def batches_on_all_devices(reader: ImageReader, batch_size: int) -> BatchSource:
     """Makes batches that are sharded over all devices.
 
     Args:
@@ -83,7 +60,7 @@ def batches_on_all_devices(reader: ImageReader, batch_size: int) -> BatchMaker:
     batch_size = -(-batch_size // mesh.size) * mesh.size
     sharding = meshes.batch_sharding(mesh)
     loader_of = loading.make_loaders(LoaderConfig(placement='host'), sharding)
-    return BatchMaker(mesh=mesh, make_loader=loader_of, batch_size=batch_size)
+    return BatchSource(mesh=mesh, make_loader=loader_of, batch_size=batch_size)
 
 
 class Evaluation(NamedTuple):
@@ -104,7 +81,7 @@ class Evaluator:
     """Applies a function of (params, batch) to whole data sets (see `make_evaluator`)."""
 
     step: Any  # an `EvalStep`, jitted or compiled
-    batches: BatchMaker
+    batches: BatchSource
     arguments: tuple[Any, ...] = ()  # further arguments of `step`, on the devices or abstract
     metrics: Sequence[Metric] = ()  # metrics of whole data sets, besides the means of `step`
 
@@ -126,7 +103,7 @@ class Evaluator:
         reader: ImageReader,
         indices: Int[np.ndarray, 'n'] | None = None,
         *,
-        watch: WrapBatches = iter,
+        wrap: WrapBatches = iter,
     ) -> Evaluation:
         """Evaluates images, counting each exactly once.
 
@@ -134,7 +111,7 @@ class Evaluator:
           params: Parameters on the devices of the mesh.
           reader: Images. Unreadable images that it skips are left out.
           indices: Indices of images in the source; None: all.
-          watch: Wraps the iterator of batches, for example to show progress.
+          wrap: Wraps the iterator of batches, for example to show progress.
 
         Raises:
           UserError: If no image can be read.
@@ -155,7 +132,7 @@ class Evaluator:
 
         # The devices compute a batch while the outputs of the previous one are read.
         previous = None
-        for batch in watch(self.batches.read(reader, indices)):
+        for batch in wrap(self.batches.read(reader, indices)):
             current = self.step(params, batch, *self.arguments)
             if previous is not None:
                 add(previous)
@@ -178,7 +155,7 @@ class Evaluator:
 
 def make_evaluator(
     function: Callable[[Params, Batch], BatchSums],
-    batches: BatchMaker,
+    batches: BatchSource,
     metrics: Sequence[Metric] = (),
 ) -> Evaluator:
     """Makes an evaluator from a function that sums over the examples of a batch.
@@ -194,7 +171,7 @@ def make_evaluator(
 
 
 def make_step_evaluator(
-    step: EvalStep, batches: BatchMaker, *arguments: Any, metrics: Sequence[Metric] = ()
+    step: EvalStep, batches: BatchSource, *arguments: Any, metrics: Sequence[Metric] = ()
 ) -> Evaluator:
     """Makes an evaluator from a step, which is traced with the mesh (see `with_mesh`).
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from vit_jax.base import Batch, Float, Int, Params, UserError
 from vit_jax.data.image_preprocessing import Preprocessing, normalize
-from vit_jax.data.loading import ImageReader
-from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, WrapBatches, make_evaluator
+from vit_jax.data.loading import BatchSource, ImageReader
+from vit_jax.evaluation.evaluator import Evaluator, WrapBatches, make_evaluator
 from vit_jax.models import Model, ViTConfig
 from vit_jax.training.losses import BatchSums
 
@@ -16,7 +16,7 @@ FeatureFn = Callable[[ImageReader, Int[np.ndarray, 'n']], Float[np.ndarray, 'n d
 
 
 def make_feature_evaluator(
-    model: Model, preprocessing: Preprocessing, batches: BatchMaker
+    model: Model, preprocessing: Preprocessing, batches: BatchSource
 ) -> Evaluator:
     """Makes an evaluator whose outputs are `features`.
 
@@ -45,7 +45,7 @@ def make_feature_sums(
 
 
 def make_feature_function(
-    evaluator: Evaluator, params: Params, watch: WrapBatches = iter
+    evaluator: Evaluator, params: Params, wrap: WrapBatches = iter
 ) -> FeatureFn:
     """Returns a function (reader, indices) -> features (n d) in host memory.
 
@@ -54,7 +54,7 @@ def make_feature_function(
     """
 
     def compute(reader: ImageReader, indices: Int[np.ndarray, 'n']) -> Float[np.ndarray, 'n d']:
-        evaluation = evaluator.evaluate(params, reader, indices, watch=watch)
+        evaluation = evaluator.evaluate(params, reader, indices, wrap=wrap)
         rows = evaluation.outputs['features']
         is_finite = np.isfinite(rows).all(axis=1)
         if not is_finite.all():

@@ -119,7 +119,7 @@ def evaluate_head(
     only_data_classes: bool = False,
     calibrate: bool = True,
     further_metrics: Sequence[str | Metric | MetricFunction] = (),
-    watch: WrapBatches = iter,
+    wrap: WrapBatches = iter,
 ) -> HeadReport:
     """Evaluates the predictions of a checkpoint.
 
@@ -141,7 +141,7 @@ def evaluate_head(
       calibrate: Whether to compute the calibration, for which the logits of all images are kept.
       further_metrics: Metrics of the whole data set besides those of a training run, as in
         `config.metrics`.
-      watch: Wraps the iterator of batches, for example to show progress.
+      wrap: Wraps the iterator of batches, for example to show progress.
 
     Raises:
       UserError: If no image can be read, no image has a class, or the checkpoint has no trained
@@ -182,7 +182,7 @@ def evaluate_head(
 
     evaluator = make_evaluator(sums, batches_on_all_devices(reader, batch_size), of_set)
     params = jax.device_put(loaded.params, meshes.replicated(evaluator.batches.mesh))
-    return _make_report(evaluator.evaluate(params, reader, watch=watch), source)
+    return _make_report(evaluator.evaluate(params, reader, wrap=wrap), source)
 
 
 def find_absent_classes(source: Source) -> Bool[np.ndarray, 'k']:

@@ -66,7 +66,7 @@ def evaluate(
     source: Source,
     *,
     batch_size: int,
-    watch: WrapBatches = iter,
+    wrap: WrapBatches = iter,
     **options: Any,
 ) -> HeadReport:
     """Evaluates a classifier on a test set.
@@ -76,7 +76,7 @@ def evaluate(
       loaded: A classifier of ImageNet's classes.
       source: The opened test set, with the classes of the model (see `get_class_names`).
       batch_size: Images per batch.
-      watch: Wraps the iterator of batches, for example to show progress.
+      wrap: Wraps the iterator of batches, for example to show progress.
       **options: Further fields of `ImageReader`.
     """
     reader = head.make_model_reader(loaded, source, **options)
@@ -91,7 +91,7 @@ def evaluate(
         relabeled=True,
         only_data_classes=test_set.only_data_classes,
         calibrate=False,
-        watch=watch,
+        wrap=wrap,
     )
 
 

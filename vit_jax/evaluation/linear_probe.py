@@ -20,10 +20,10 @@ from vit_jax.base import Array, Batch, Float, Key, Num, Params, records, require
 from vit_jax.data import loading
 from vit_jax.data.augmentation import Augmentation, augment
 from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing, normalize
-from vit_jax.data.loading import ImageReader
+from vit_jax.data.loading import BatchSource, ImageReader
 from vit_jax.data.sources.base import select
 from vit_jax.distributed import meshes
-from vit_jax.evaluation.evaluator import BatchMaker, WrapBatches, make_evaluator
+from vit_jax.evaluation.evaluator import WrapBatches, make_evaluator
 from vit_jax.models import Model, ViTConfig
 from vit_jax.models.model import apply_final_norm
 from vit_jax.training.losses import BatchSums, make_targets, sum_examples
@@ -159,9 +159,9 @@ class LinearProbe:
     config: LinearProbeConfig
     model: Model
     preprocessing: Preprocessing
-    batches: BatchMaker
+    batches: BatchSource
     report: Callable[[str], Any]  # gets progress lines
-    watch: WrapBatches = iter  # wraps iterators of batches
+    wrap: WrapBatches = iter  # wraps iterators of batches
 
     def __post_init__(self) -> None:
         depth = getattr(self.model.config, 'depth', 0)  # a ResNet has no blocks
@@ -220,8 +220,8 @@ class LinearProbe:
 
         evaluator = make_evaluator(hits, self.batches)
         params = {'model': params, 'heads': heads}
-        validated = evaluator.evaluate(params, valid, watch=self.watch)
-        tested = evaluator.evaluate(params, test, watch=self.watch)
+        validated = evaluator.evaluate(params, valid, wrap=self.wrap)
+        tested = evaluator.evaluate(params, test, wrap=self.wrap)
         chosen = max(names, key=validated.metrics.__getitem__)  # the first of equal ones
         return {
             'accuracy': tested.metrics[chosen],
@@ -256,7 +256,7 @@ class LinearProbe:
         jitted_step = jit(step, donate_argnums=0)
         report_interval = math.ceil(config.steps / 10)
         previous_loss = None
-        for count, batch in enumerate(self.watch(batches), 1):
+        for count, batch in enumerate(self.wrap(batches), 1):
             state, loss = jitted_step(state, params, batch)
             jax.block_until_ready(previous_loss)  # so that few batches are on the devices
             previous_loss = loss

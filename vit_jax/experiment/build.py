@@ -23,11 +23,11 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import loading
 from vit_jax.data.augmentation import host_crop
 from vit_jax.data.image_preprocessing import Preprocessing, Size
-from vit_jax.data.loading import ImageReader, check_memory
+from vit_jax.data.loading import BatchSource, ImageReader, check_memory
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.opening import Opener, make_opener
 from vit_jax.distributed import meshes
-from vit_jax.evaluation.evaluator import BatchMaker, Evaluator, make_step_evaluator
+from vit_jax.evaluation.evaluator import Evaluator, make_step_evaluator
 from vit_jax.evaluation.probing import Probes, check_init_head, open_probes
 from vit_jax.experiment.functions import (
     Functions,
@@ -73,7 +73,7 @@ class Experiment(NamedTuple):
     probes: Probes | None  # data sets of the few-shot evaluation
     evaluators: dict[str, Evaluator]  # by name; equal patch sizes have the same step
     shown: list[Metric]  # metrics that are printed during training
-    batches: BatchMaker
+    batches: BatchSource
     param_group_report: list[str]  # the parameters that each param group matched, in lines
 
     @property
@@ -195,7 +195,7 @@ def build_experiment(
         values = meshes.put(values, jax.tree.map(lambda _: meshes.replicated(mesh), values))
 
     make_reader = make_readers(config, preprocessing, size)
-    batches = make_eval_batches(config, mesh)
+    batches = make_batch_source(config, mesh)
     probes = None
     if config.fewshot is not None:
         probes = open_probes(config.fewshot, config.data, opener, make_reader)
@@ -363,10 +363,10 @@ def make_readers(
     )
 
 
-def make_eval_batches(config: TrainConfig, mesh: Mesh) -> BatchMaker:
-    """Makes loaders and batch size of evaluations. Training uses the same loaders."""
+def make_batch_source(config: TrainConfig, mesh: Mesh) -> BatchSource:
+    """Returns the source of evaluation batches. Training uses the same loaders."""
     loader_of = loading.make_loaders(config.loader, meshes.batch_sharding(mesh))
-    return BatchMaker(mesh, loader_of, config.eval_batch_size or config.batch_size)
+    return BatchSource(mesh, loader_of, config.eval_batch_size or config.batch_size)
 
 
 def _check_variants(config: TrainConfig, structure: Structure, length: TrainLength) -> None:

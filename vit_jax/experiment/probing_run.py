@@ -17,7 +17,7 @@ from vit_jax.distributed.processes import Job
 from vit_jax.evaluation import features, probing
 from vit_jax.evaluation.linear_probe import LinearProbe
 from vit_jax.experiment import data_manifest, workdirs
-from vit_jax.experiment.build import make_eval_batches, make_mesh, make_readers, open_start
+from vit_jax.experiment.build import make_batch_source, make_mesh, make_readers, open_start
 from vit_jax.experiment.reporter import make_console
 from vit_jax.models import Compute, Model, ModelConfig, abstract_params, build
 from vit_jax.models.compute import resolve_compute, with_highest_precision
@@ -60,7 +60,7 @@ def probe(
     compute = resolve_compute(config.compute, body, platform=jax.default_backend())
     check_memory(config.eval_batch_size or config.batch_size, size, 'config.eval_batch_size')
     reader_of = make_readers(config, preprocessing, size)
-    batches = make_eval_batches(config, mesh)
+    batches = make_batch_source(config, mesh)
     probes = probing.open_probes(fewshot, config.data, make_opener(config.held_out), reader_of)
     model = _build_exact(body, compute)
     console = make_console(job)
@@ -83,7 +83,7 @@ def probe(
         lines = [f'start_from {start.path}', *start.report, *report, f'compute {compute}']
         console.print('\n'.join(lines))
         placed = meshes.put(params, shardings)
-        features_of = features.make_feature_function(evaluator, placed, watch=job.tick_each)
+        features_of = features.make_feature_function(evaluator, placed, wrap=job.tick_each)
         train_linear = None
         if linear_probe is not None:
             train_linear = functools.partial(linear_probe.evaluate, placed)

@@ -34,7 +34,7 @@ from vit_jax.evaluation.evaluator import (
 )
 from vit_jax.evaluation.features import make_feature_function
 from vit_jax.experiment import data_manifest, workdirs
-from vit_jax.experiment.build import Experiment, build_experiment, make_eval_batches
+from vit_jax.experiment.build import Experiment, build_experiment, make_batch_source
 from vit_jax.experiment.functions import Update
 from vit_jax.experiment.reporter import Reporter, describe_run, make_console
 from vit_jax.experiment.workdirs import Workdir
@@ -408,7 +408,7 @@ def make_linear_probe_head(
 
     All processes get it from process 0.
     """
-    batches = make_eval_batches(experiment.config, experiment.mesh)  # with its own cache of images
+    batches = make_batch_source(experiment.config, experiment.mesh)  # with its own cache of images
     features = make_step_evaluator(experiment.functions.features(), batches)
     reader = dataclasses.replace(experiment.train_reader, crop=experiment.preprocessing.crop)
     features_of = make_feature_function(features, params, job.tick_each)
@@ -625,7 +625,7 @@ class TrainingRun:
         """Computes loss and metrics of a split. Returns them, and a summary."""
         reader = self.opened.experiment.eval_readers[name]
         evaluate = self.programs.evaluators[name].evaluate
-        result = evaluate(state.eval_params, reader, watch=self.job.tick_each)
+        result = evaluate(state.eval_params, reader, wrap=self.job.tick_each)
         self.evals[name] = result.metrics
         numbers = result.metrics | {'count': result.num_images}
         summary = summarize_evals({name: result.metrics}, self.opened.experiment.shown)
@@ -642,7 +642,7 @@ class TrainingRun:
         workdir = self.opened.workdir
         assert experiment.probes is not None  # `_actions` checks config.fewshot
         features_of = make_feature_function(
-            self.programs.evaluators['fewshot'], state.eval_params, watch=self.job.tick_each
+            self.programs.evaluators['fewshot'], state.eval_params, wrap=self.job.tick_each
         )
         result = probing.evaluate(features_of, experiment.probes, experiment.preprocessing)
         self.fewshot = result | {'step': step, 'checkpoint': str(workdir.folder)}

@@ -82,7 +82,7 @@ class Task:
 
         By default, the head is removed.
         """
-        return transfer.with_linear_head(transfer.remove_head(model), num_classes=None)
+        return transfer.replace_head(model, None)
 
     def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
         """Returns the architecture to train. Raises UserError if it does not fit the task."""

@@ -48,7 +48,7 @@ class SingleLabel(Task):
         return [f'{data}: got one class, {train.class_names[0]!r}; expected several']
 
     def adapt_stored_model(self, model: ModelConfig) -> ModelConfig:
-        return transfer.with_linear_head(model, num_classes=self.num_classes)
+        return transfer.replace_head(model, self.num_classes, keep=['head_bias'])
 
     def configure_model(self, config: TrainConfig, model: ModelConfig) -> ModelConfig:
         classes = self.num_classes

@@ -150,6 +150,19 @@ def test_every_fault_of_the_folders_is_named(root):
         opening.make_opener()(str(root / 'empty'), 'train')
 
 
+def test_only_tasks_without_labels_open_images_without_classes(tmp_path):
+    write_image(tmp_path / 'photos' / '0.png')
+    (tmp_path / 't.csv').write_text('path,labels\nphotos/0.png,\n')
+
+    def of_function(split):
+        return folders.unlabeled_source([str(tmp_path / 'photos')])
+
+    for data in str(tmp_path / 'photos'), str(tmp_path / 't.csv'), of_function:
+        with pytest.raises(UserError, match='all: the images have no classes'):
+            opening.make_opener()(data, 'all')
+        assert opening.make_opener(needs_classes=False)(data, 'all').class_names == ()
+
+
 def test_what_would_be_read_as_images_is_no_output_folder(root, tmp_path):
     classes = root / 'train'
     (tmp_path / 'link').symlink_to(classes)

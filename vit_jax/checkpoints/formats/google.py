@@ -123,18 +123,17 @@ def as_published(card: Card) -> Card:
 
 def _notes(config: ModelConfig, card: Card, layout: Layout) -> list[str]:
     """Returns the hints that a reader needs, because the file has only arrays."""
-    assumed: dict[str, Any]
-    if isinstance(config, ResNetConfig):
-        assumed = {'image_size': (224, 224)}
-    else:
+    assumed: dict[str, Any] = {'image_size': (224, 224)}
+    if isinstance(config, ViTConfig):
         assumed = {'gelu': HINTS.gelu, 'layer_norm_epsilon': HINTS.layer_norm_epsilon}
         is_square = config.grid[0] == config.grid[1]
         if not is_square or config.positions == 'sincos2d':
             assumed['grid'] = None
-    hints = []
-    for name, value in assumed.items():
-        if getattr(config, name) != value:
-            hints.append(f'{name}={getattr(config, name)!r}')
+    hints = [
+        f'{name}={getattr(config, name)!r}'
+        for name, value in assumed.items()
+        if getattr(config, name) != value
+    ]
     return [f'npz files store no settings; load this file with {", ".join(hints)}'] if hints else []
 
 

@@ -91,31 +91,31 @@ def parse(declared: JsonObject, family: str) -> tuple[Preprocessing, tuple[int, 
     return preprocessing, size
 
 
+class _TargetSize(NamedTuple):
+    """Size of a resized or cropped image."""
+
+    keep_aspect: bool  # if true, height and width are both the target length of the shorter side
+    height: int
+    width: int
+
+
 def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
     """Returns the crop, and the size (height, width) of its result."""
-
-    def unsupported(expected: str) -> UserError:
-        sizes = f'size={processor.size}, crop_size={processor.crop_size}'
-        return UserError(f'{where}: {sizes} is not supported; expected {expected}')
-
-    resized = _target_size(processor.size, is_square=processor.default_to_square)
-    if resized is None:
-        raise unsupported('height and width, or shortest_edge')
-    keep_aspect, height, width = resized
+    is_square = processor.default_to_square
+    keep_aspect, height, width = _target_size(processor.size, f'{where}: size', is_square=is_square)
     if not all(1 <= side <= Limit.MODEL_SIDE for side in (height, width)):
-        raise unsupported(f'sides from 1 to {Limit.MODEL_SIDE:,} pixels')
+        raise _unsupported(processor, where, f'sides from 1 to {Limit.MODEL_SIDE:,} pixels')
     method = _RESIZE_METHODS[processor.resample]
     if not processor.do_center_crop:
         if keep_aspect:
-            raise unsupported('height and width')
+            raise _unsupported(processor, where, 'height and width')
         return Resize(resize=method), (height, width)
-    cropped = _target_size(processor.crop_size, is_square=True)
-    if cropped is None:
-        raise unsupported('height and width, or shortest_edge')
+    cropped = _target_size(processor.crop_size, f'{where}: crop_size', is_square=True)
     is_within = cropped.height <= height and cropped.width <= width
     has_same_aspect = keep_aspect or height * cropped.width == width * cropped.height
     if not is_within or not has_same_aspect:
-        raise unsupported('a crop within the size, with the same aspect ratio')
+        expected = 'a crop within the size, with the same aspect ratio'
+        raise _unsupported(processor, where, expected)
     crop = CentralCrop(
         scale=min(height, width) / min(cropped.height, cropped.width),
         keep_aspect=keep_aspect,
@@ -125,16 +125,13 @@ def _crop(processor: _Processor, where: str) -> tuple[Crop, tuple[int, int]]:
     return crop, (cropped.height, cropped.width)
 
 
-class _TargetSize(NamedTuple):
-    """Size of a resized or cropped image."""
-
-    keep_aspect: bool  # if true, height and width are both the target length of the shorter side
-    height: int
-    width: int
+def _unsupported(processor: _Processor, where: str, expected: str) -> UserError:
+    sizes = f'size={processor.size}, crop_size={processor.crop_size}'
+    return UserError(f'{where}: {sizes} is not supported; expected {expected}')
 
 
-def _target_size(size: Size, *, is_square: bool) -> _TargetSize | None:
-    """Returns the target size; None if `size` has other keys or another length."""
+def _target_size(size: Size, where: str, *, is_square: bool) -> _TargetSize:
+    """Returns the target size. Raises UserError if `size` has other keys or another length."""
     match size:
         case int():
             return _TargetSize(keep_aspect=not is_square, height=size, width=size)
@@ -142,7 +139,7 @@ def _target_size(size: Size, *, is_square: bool) -> _TargetSize | None:
             return _TargetSize(keep_aspect=True, height=edge, width=edge)
         case (height, width) | {'height': height, 'width': width} if len(size) == 2:
             return _TargetSize(keep_aspect=False, height=height, width=width)
-    return None
+    raise UserError(f'{where}={size} is not supported; expected height and width, or shortest_edge')
 
 
 def describe(config: ViTConfig, preprocessing: Preprocessing) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from vit_jax.models import SIZES, Backbone, ModelConfig, ResNetConfig, ViTConfig
 from vit_jax.models.positions import LEARNED
 
 Arrays = Mapping[str, LazyArray]
-# Number of heads of published models whose sizes have no name, by depth, width and mlp_dim.
-_HEADS = {
+# Number of heads of published models by depth, width and mlp_dim; most of their sizes have no name.
+_NUM_HEADS = {(size.depth, size.width, size.mlp_dim): size.num_heads for size in SIZES.values()} | {
     (10, 256, 1024): 4,
     (12, 640, 2560): 10,
     (12, 896, 3584): 14,
@@ -183,10 +183,7 @@ def _infer_layers(arrays: Arrays, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _infer_heads(hints: Hints, width: int, mlp_dim: int, depth: int) -> int:
-    published = dict(_HEADS)
-    for size_depth, size_width, size_mlp_dim, size_heads in SIZES.values():
-        published.setdefault((size_depth, size_width, size_mlp_dim), size_heads)
-    num_heads = hints.num_heads or published.get((depth, width, mlp_dim))
+    num_heads = hints.num_heads or _NUM_HEADS.get((depth, width, mlp_dim))
     if num_heads is None:
         raise NeedsHint(
             f'unknown number of heads for {depth} layers of width {width} with MLPs of {mlp_dim}; '

@@ -63,7 +63,7 @@ class NameRule(NamedTuple):
         return '{layer0}' in self.theirs
 
     def shape_in_file(self, parameters: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the shape of the array in the file, or of each array, one per block.
+        """Returns the shape of the array in the file; if `per_layer`, of each block's array.
 
         Args:
           parameters: Our parameters by name, which may be abstract.

@@ -90,14 +90,11 @@ def open_checkpoint(
         files = [] if is_remote(local) else _find_weights(local_path)
     if not files:
         return _open_own(path, local, hints)
-    arrays: dict[str, LazyArray] = {}
     with remote.suggest_new_download(str(local_path)):
         shards = [array_files.read_array_file(file) for file in files]
-    for shard in shards:
-        arrays |= shard.arrays
     folder = local_path if local_path.is_dir() else local_path.parent
     contents = FileContents(
-        arrays=arrays,
+        arrays={name: array for shard in shards for name, array in shard.arrays.items()},
         metadata=shards[0].metadata,
         descriptions=array_files.read_descriptions(folder),
         key=key,

@@ -56,13 +56,13 @@ def write(path: pathlib.Path, card: Card, params: Params) -> list[str]:
     }
     exported = _export(card, arrays)
     if card.is_projection:
-        outputs = 'projections'
+        kind = 'projections'
     elif has_head:
-        outputs = f'probabilities ({"sigmoid" if card.loss == "sigmoid" else "softmax"})'
+        kind = f'probabilities ({"sigmoid" if card.loss == "sigmoid" else "softmax"})'
     else:
-        outputs = 'features'
+        kind = 'features'
     images = f'images: {exported.in_avals[-1].str_short()}'
-    outputs = f'{outputs}: {exported.out_avals[0].str_short()}'
+    outputs = f'{kind}: {exported.out_avals[0].str_short()}'
     about = {
         'inputs': ['parameters by name', images],
         'outputs': outputs,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from vit_jax.base import require, require_between
+from vit_jax.base import UserError, require, require_between
 from vit_jax.checkpoints.card import Card, Hints
 from vit_jax.checkpoints.formats import base, inference, name_map, open_clip
 from vit_jax.checkpoints.formats.array_files import FileContents, JsonObject
@@ -194,11 +194,9 @@ def _parse(contents: FileContents, hints: Hints) -> ParsedCheckpoint[Layout]:
     arguments.record(_Description, ignored=_NO_EFFECT)  # rejects other arguments
     pretrained = stated.part('pretrained_cfg')
     clip = contents.description('open_clip_config.json').part('model_cfg')  # may be there too
+    activation = {'act_layer': 'quick_gelu'} if clip.get('quick_gelu') and not prefix else {}
     merged = JsonObject(
-        ({'act_layer': 'quick_gelu'} if clip.get('quick_gelu') and not prefix else {})
-        | _without_none(pretrained)
-        | _without_none(stated)
-        | _without_none(arguments),
+        activation | _without_none(pretrained) | _without_none(stated) | _without_none(arguments),
         stated.where,
     )
     defaults = _DEFAULTS if pretrained or not _IMAGES.isdisjoint(stated) else {}
@@ -242,8 +240,8 @@ def _build_config(
     """Builds the model: sizes and parts from the arrays, options from the description."""
     name, _, tag = described.architecture.partition('.')
     for pattern, feature in _UNSUPPORTED.items():
-        is_unsupported = re.fullmatch(pattern, name or 'vit_') is not None
-        require(not is_unsupported, f'timm model {name} is not supported because of {feature}')
+        if re.fullmatch(pattern, name or 'vit_'):
+            raise UserError(f'timm model {name} is not supported because of {feature}')
     parts_of_names = {part for array in arrays for part in array.split('.')}
     layout = Layout(variants=tuple(sorted(_VARIANTS & parts_of_names)))
     attention = f'{prefix}blocks.{{layer0}}.attn'
@@ -255,11 +253,12 @@ def _build_config(
     options = _options(name, arrays, described, layout)
     num_tokens = len({'cls_token', 'dist_token'} & arrays.keys())
     registers = arrays['reg_token'].shape[1] if 'reg_token' in arrays and num_tokens == 0 else 0
+    first_kernels = [f'{root}.conv.weight' for root in _ROOTS.values()]  # of hybrids
     config, num_rows = inference.infer_config(
         arrays,
         make_rules(ViTConfig(), layout),
         _add_facts(name, described.tag or tag, arrays, hints, described),
-        root=_find_root(arrays),
+        root=next((kernel for kernel in first_kernels if kernel in arrays), ''),
         unit=_UNIT,
         rows=(0,) if described.no_embed_class else (num_tokens, 0, registers),
         image_size=described.img_size or (described.input_size and described.input_size[1:]),
@@ -270,15 +269,6 @@ def _build_config(
         layout = dataclasses.replace(layout, variants=(*layout.variants, 'reg_rows'))
     class_row = bool(num_rows) or num_tokens == 0
     return config, dataclasses.replace(layout, prefix=prefix, class_row=class_row, zeros=zeros)
-
-
-def _find_root(arrays: Arrays) -> str:
-    """Returns the name of a hybrid's first kernel; empty if there is none."""
-    for root in _ROOTS.values():
-        kernel = f'{root}.conv.weight'
-        if kernel in arrays:
-            return kernel
-    return ''
 
 
 def _add_facts(name: str, tag: str, arrays: Arrays, hints: Hints, described: _Description) -> Hints:

@@ -157,19 +157,29 @@ def _write_arrays(
         CARD: json.dumps(records.to_dict(card)),
         LAYOUT: json.dumps(dataclasses.asdict(layout)),
     }
-    json_files: dict[pathlib.Path, bytes] = {}  # they are written together with the arrays
+    json_files: dict[pathlib.Path, bytes] = {}
     if form.file_name:
         _require_usable_folder(target, form.file_name)
         make_folder(target)
         json_files = {target / name: format_json(content) for name, content in files.items()}
         target = target / form.file_name
+    _write_together(target, arrays, metadata, json_files)
+    return notes
+
+
+def _write_together(
+    target: pathlib.Path,
+    arrays: Mapping[str, np.ndarray],
+    metadata: dict[str, str],
+    json_files: Mapping[pathlib.Path, bytes],
+) -> None:
+    """Writes a safetensors file and JSON files; if the disk is full, none of them appears."""
     with contextlib.ExitStack() as stack:
         for path, content in json_files.items():
             file = stack.enter_context(atomic_write(path))
             file.write(content)
             file.flush()  # here, a full disk leaves none of the files
         array_files.write_safetensors(stack.enter_context(atomic_write(target)), arrays, metadata)
-    return notes
 
 
 def _require_usable_folder(folder: pathlib.Path, file_name: str) -> None:

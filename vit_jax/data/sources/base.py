@@ -73,9 +73,11 @@ class Source:
         """Reads the labels of these images, in threads if they are not in memory."""
         apply = map if self.labels_in_memory else _map_in_threads
         labels = [*apply(self.label_of, indices)]
-        for label in labels[:1]:  # the others have the same type
-            check_label(label, self.data)
-        return np.array(labels)
+        array = np.array(labels)
+        if array.dtype.kind not in 'iub':
+            for label in labels:  # names the first one that is wrong
+                check_label(label, self.data)
+        return array
 
     def read_sizes(self, indices: Sequence[int]) -> Int[np.ndarray, 'n']:
         """Reads the sizes (see `size_of`) of these images in threads."""
@@ -83,10 +85,11 @@ class Source:
 
 
 def check_label(label: Any, data: str) -> None:
-    """Raises UserError unless a label, or each of an array of labels, is a whole number."""
+    """Raises UserError unless a label is a class number or a row of integers."""
     if not isinstance(label, int | np.integer) and np.asarray(label).dtype.kind not in 'iub':
-        wrong = f'{data}: got the label {label!r:.60}'
-        raise UserError(f'{wrong}; expected class numbers, or rows of 0 and 1')
+        raise UserError(
+            f'{data}: got the label {label!r:.60}; expected class numbers, or rows of 0 and 1'
+        )
 
 
 def _map_in_threads(function: Callable[[int], Any], indices: Sequence[int]) -> list[Any]:
@@ -269,7 +272,7 @@ _INVISIBLE |= {chr(code) for code in range(0xFE00, 0xFE10)}
 
 def warn_of_similar_classes(class_names: Sequence[str], data: str) -> None:
     """Logs a warning if classes have similar names, such as `cat` and `Cat`."""
-    groups = dict[str, list[str]]()
+    groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(class_names):
         groups.setdefault(normalize_look(name), []).append(name)
     pairs = [group for group in groups.values() if len(group) > 1]

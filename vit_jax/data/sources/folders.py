@@ -39,7 +39,7 @@ def open_splits(root: str) -> Splits:
     path = pathlib.Path(root)
     folders = _split_folders(path)
     if not folders:
-        return {'all': lambda: files_by_class(path)}
+        return {'all': lambda: open_folder(path)}
     _warn_of_loose_images(path)
     classes = {split: {*folder_names(folder)} for split, folder in folders.items()}
     looks = {split: {normalize_look(n): n for n in names} for split, names in classes.items()}
@@ -58,7 +58,7 @@ def open_splits(root: str) -> Splits:
                 if similar:
                     fault += f', which has {similar!a}'
                 faults.append(fault)
-        return files_by_class(folders[split], faults)
+        return open_folder(folders[split], faults)
 
     return {split: functools.partial(open_split, split) for split in folders}
 
@@ -97,18 +97,23 @@ def _split_folders(path: pathlib.Path) -> dict[str, pathlib.Path]:
     return {name: path / name for name in names if name in SPLIT_NAMES or folder_names(path / name)}
 
 
+def open_folder(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
+    """Opens the images of ROOT/CLASS/, or images in ROOT/ without classes if it has no subfolders.
+
+    Raises UserError as `files_by_class` does.
+    """
+    if not folder_names(root) and loose_images(root):
+        return shuffle_once(unlabeled_source([str(root)]))
+    return files_by_class(root, faults)
+
+
 def files_by_class(root: pathlib.Path, faults: Sequence[str] = ()) -> Source:
     """Opens the images of ROOT/CLASS/ in a fixed random order.
-
-    Images of a folder without subfolders have no classes.
 
     Raises one UserError that lists `faults` and all empty classes, if there are any.
     """
     class_names = folder_names(root)
     faults = [*faults]
-    if not class_names and loose_images(root):
-        raise_all(faults)
-        return shuffle_once(unlabeled_source([str(root)]))
     if not class_names:
         faults.append(f'{root}: no class folders; expected {root}/CLASS/*.jpg')
     paths: list[str] = []

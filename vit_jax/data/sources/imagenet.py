@@ -18,7 +18,7 @@ import numpy as np
 from vit_jax.base import UserError, require, usable
 from vit_jax.base.files import Limit, open_file, read_file, require_file
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source, shuffle_once
-from vit_jax.data.sources.folders import files_by_class, image_files
+from vit_jax.data.sources.folders import image_files, open_folder
 
 TRAIN_TAR = 'ILSVRC2012_img_train.tar'
 VAL_TAR = 'ILSVRC2012_img_val.tar'
@@ -43,7 +43,7 @@ def _open_splits(root: str) -> Splits:
     Opening `val` raises UserError if its labels are missing.
     """
     openers: dict[str, dict[str, Callable[[pathlib.Path], Source]]] = {
-        'train': {TRAIN_TAR: _open_train_tar, 'train': files_by_class},
+        'train': {TRAIN_TAR: _open_train_tar, 'train': open_folder},
         'val': {VAL_TAR: _open_val_tar, 'val': _open_val_folder},
     }
     splits: Splits = {}
@@ -151,12 +151,8 @@ def _read_solution(path: pathlib.Path) -> dict[str, str]:
         return {row['ImageId']: row['PredictionString'].split()[0] for row in rows}
 
 
-_KIT_LABELS = 'ILSVRC2012_validation_ground_truth.txt'
-_KIT_TABLE = 'meta.mat'
-
-
 def _extract(tar: tarfile.TarFile, name: str) -> bytes:
-    """Returns the contents of a file in an archive; nothing for a folder."""
+    """Returns the contents of a file in an archive; empty for a folder."""
     file = tar.extractfile(name)
     return file.read(Limit.TEXT_BYTES) if file else b''
 
@@ -167,8 +163,8 @@ def _read_kit(path: pathlib.Path) -> dict[str, str]:
 
     with usable(path, f'undamaged files {_KIT_LABELS} and {_KIT_TABLE}'):
         if path.is_dir():
-            truth = read_file(path / 'data' / _KIT_LABELS, Limit.TABLE_BYTES)
-            table = read_file(path / 'data' / _KIT_TABLE, Limit.TABLE_BYTES)
+            truth = read_file(path / 'data' / _KIT_LABELS, Limit.TEXT_BYTES)
+            table = read_file(path / 'data' / _KIT_TABLE, Limit.TEXT_BYTES)
         else:
             with open_file(path) as opened, tarfile.open(fileobj=opened) as tar:
                 truth = _extract(tar, f'{KIT}/data/{_KIT_LABELS}')

@@ -80,7 +80,7 @@ def make_opener(held_out: HeldOut | None = None, *, needs_classes: bool = True) 
 
     Args:
       held_out: How data without splits is divided.
-      needs_classes: Whether to reject folders of images without class folders.
+      needs_classes: Whether to reject data without classes.
     """
 
     open_all = functools.cache(functools.partial(open_splits, held_out=held_out))
@@ -92,24 +92,31 @@ def make_opener(held_out: HeldOut | None = None, *, needs_classes: bool = True) 
             with usable(data):
                 splits = open_all(data, label_column=column)
                 source = splits[_find_split(name, splits, data)]()
-            if needs_classes and not source.class_names:
-                raise UserError(f'{data}, {name}: no class folders; expected CLASS/*.jpg')
         else:
             require(column is None, f'labels={labels!r}: expected FILE.json if data is a function')
             source = data(name)
-            call = f'{records.text_of(data)}({name!r})'
-            require(isinstance(source, Source), f'{call} returned {source!r}; expected a Source')
+            require(
+                isinstance(source, Source),
+                f'{records.text_of(data)}({name!r}) returned {source!r}; expected a Source',
+            )
+        if needs_classes and not source.class_names:
+            raise UserError(
+                f'{records.text_of(data)}, {name}: the images have no classes; '
+                'expected a class for each image, such as a folder CLASS/*.jpg'
+            )
         return source if labels is None or column else replace_labels(source, labels)
 
     @functools.cache
     def open_part(
         data: str | DataFunction, split: str, labels: str | None, classes: tuple[str, ...]
     ) -> Source:
-        name, request = records.text_of(data), split
+        name = records.text_of(data)
+        request = split
         source = take_split(split, functools.partial(open_whole, data, labels), of=name)
         warn_of_similar_classes(source.class_names, name)
         if labels is not None:  # after slicing, so that a slice has the same images with any labels
-            source, request = drop_unlabeled(source), f'{split} with {labels}'
+            source = drop_unlabeled(source)
+            request = f'{split} with {labels}'
         for class_name in classes:
             if class_name not in source.class_names:
                 nearest = records.closest(class_name, source.class_names)
@@ -152,8 +159,10 @@ def open_splits(
         wrong = 'unknown kind of data' if os.path.exists(data) else 'no such file or folder'
         raise MissingFile(f'data={data!r}: {wrong}; expected {EXPECTED}')
     columns = () if label_column is None else (label_column,)
-    unused = f'labels={label_column!r}: expected FILE.json, because {data} has no label columns'
-    require(kind.has_label_columns or not columns, unused)
+    require(
+        kind.has_label_columns or not columns,
+        f'labels={label_column!r}: expected FILE.json, because {data} has no label columns',
+    )
     return _with_held_out(kind.open_splits(data, *columns), held_out or HeldOut(), data)
 
 
@@ -162,8 +171,10 @@ def require_outside(folder: str, *data: str | DataFunction | None) -> None:
     for one in data:
         if isinstance(one, str) and _find_kind(one) is folders.KIND and not is_remote(folder):
             with contextlib.suppress(OSError):  # a folder that cannot be read is named later
-                text = f'{folder}: inside the image folder {one}; choose a folder outside of it'
-                require(not folders.would_be_class(folder, one), text)
+                require(
+                    not folders.would_be_class(folder, one),
+                    f'{folder}: inside the image folder {one}; choose a folder outside of it',
+                )
 
 
 def _find_kind(data: str) -> SourceKind | None:
@@ -204,7 +215,8 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
     image.
     """
     paths = source.read_names(range(len(source)))
-    names, files = make_names_relative(paths, data), [*map(os.path.realpath, paths)]
+    names = make_names_relative(paths, data)
+    files = [*map(os.path.realpath, paths)]
     root = os.path.realpath(data if os.path.isdir(data) else os.path.dirname(data))
     labels = [0] * len(source) if source.multi_label else source.labels.tolist()
     ranks = [
@@ -216,7 +228,8 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
         key = f'{held_out.seed} {names[i]}'.encode(errors='surrogateescape')
         digest = hashlib.blake2b(key, digest_size=8).digest()
         by_class[labels[i]].append((int.from_bytes(digest, 'little') / 2**64, file))
-    held, faults = set[str](), list[str]()
+    held: set[str] = set()
+    faults: list[str] = []
     for label, members in sorted(by_class.items()):
         if len(members) <= _SMALL_CLASS:
             count = round(held_out.fraction * len(members))
@@ -226,8 +239,10 @@ def _draw_test_images(source: Source, held_out: HeldOut, data: str) -> Bool[np.n
         held |= {file for _, file in sorted(members)[:count]}
         if len(members) == 1:
             has_class = source.class_names and not source.multi_label
-            of = f'class {source.class_names[label]!r}' if has_class else 'the data'
-            text = f'the only image of {of}; expected at least 2, to hold out 1 for testing'
-            faults.append(f'{paths[first[members[0][1]]]}: {text}')
+            owner = f'class {source.class_names[label]!r}' if has_class else 'the data'
+            faults.append(
+                f'{paths[first[members[0][1]]]}: the only image of {owner}; '
+                'expected at least 2, to hold out 1 for testing'
+            )
     raise_all(faults)
     return np.array([file in held for file in files])

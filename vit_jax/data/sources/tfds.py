@@ -206,7 +206,7 @@ def _find_columns(
 
 
 def _preferred(column: str, columns: Sequence[str]) -> str | None:
-    """Returns the column if it exists, or else the only one of `columns`."""
+    """Returns the column if it exists, or else the only one; None if there are none or several."""
     if column in columns:
         return column
     return columns[0] if len(columns) == 1 else None
@@ -235,34 +235,26 @@ def read_tfrecords(
             require_file(path)
     files = [os.open(path, os.O_RDONLY) for path in paths]  # shared by threads, read with `pread`
 
-    def rows() -> Iterator[tuple[int, int, int, int]]:
-        for number, path in enumerate(paths):
-            for record in _find_records(path, files[number]):
-                yield (number, *record)
-
+    rows = (
+        (number, *record)
+        for number, path in enumerate(paths)
+        for record in _find_records(path, files[number])
+    )
     dtype = [('file', 'i4'), ('offset', 'i8'), ('length', 'i8'), ('checksum', 'u4')]
-    records = np.fromiter(rows(), dtype)
+    table = np.fromiter(rows, dtype)
 
     def read(index: int) -> bytes:
-        number, offset, length, checksum = records[index].tolist()
+        number, offset, length, checksum = table[index].tolist()
         data = os.pread(files[number], length, offset + _HEADER.size)
         if len(data) < length or masked_crc(data) != checksum:
             raise UserError(f'{paths[number]}: the record at byte {offset} is damaged')
         return data
 
-    return records['checksum'].astype(np.int64), read
+    return table['checksum'].astype(np.int64), read
 
 
-class _Record(NamedTuple):
-    """The place of a record in a file, and the length and the stored checksum of its bytes."""
-
-    offset: int
-    length: int
-    checksum: int
-
-
-def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[_Record]:
-    """Yields the records of a file without reading their bytes."""
+def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the offset of each record, and the length and the stored checksum of its bytes."""
     size = os.fstat(file).st_size
     offset = 0
     header = os.pread(file, _HEADER.size, 0)
@@ -277,7 +269,7 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[_Record]:
         following = os.pread(file, 4 + _HEADER.size, end) if end < size else b''
         if len(following) < 4:
             raise UserError(f'{path}: the file ends within the record at byte {offset}')
-        yield _Record(offset, length, checksum=int.from_bytes(following[:4], 'little'))
+        yield offset, length, int.from_bytes(following[:4], 'little')
         offset = end + 4
         header = following[4:]
 

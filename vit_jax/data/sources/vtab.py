@@ -23,7 +23,7 @@ from vit_jax.data.sources.tfds import Example, LabelReader
 VTAB_1K_SPLIT = 'train[:800]+validation[:200]'  # the training images of VTAB-1k
 
 
-class Task(NamedTuple):
+class VtabTask(NamedTuple):
     """One task: images of a TFDS data set, and their labels.
 
     In some tasks, cropping or flipping an image changes its label. Kolesnikov et al. 2020, "Big
@@ -33,9 +33,9 @@ class Task(NamedTuple):
     group: Literal['natural', 'specialized', 'structured']
     data: str  # name in TFDS
     version: int  # major version, within which TFDS keeps images and their order
-    train: str = 'train'  # the benchmark's splits, as splits of the TFDS data set
-    validation: str = 'validation'
-    test: str = 'test'
+    train: str  # the benchmark's splits, as splits of the TFDS data set
+    validation: str
+    test: str
     label: str | LabelReader = 'label'
     crop: bool = True  # whether cropping keeps the label
     flip: bool = True  # whether flipping keeps the label
@@ -74,84 +74,41 @@ _CLEVR_DISTANCE = _bin_label((8.0, 8.5, 9.0, 9.5, 10.0), _DISTANCES, _nearest_ob
 _VEHICLES = 'to 8 m', '8 to 20 m', 'over 20 m', 'no vehicle'
 _KITTI_DISTANCE = _bin_label((8.0, 20.0, 999.0), _VEHICLES, _nearest_vehicle)
 
-_CLEVR = Task(
-    group='structured',
-    data='clevr',
-    version=3,
-    train='train[:90%]',
-    validation='train[90%:]',
-    test='validation',
-    crop=False,
-)
-_DSPRITES = Task(
-    group='structured',
-    data='dsprites',
-    version=2,
-    train='train[:80%]',
-    validation='train[80%:90%]',
-    test='train[90%:]',
-    flip=False,
-)
-_SMALLNORB = Task(
-    group='structured',
-    data='smallnorb',
-    version=2,
-    validation='test[:50%]',
-    test='test[50%:]',
-)
+
+def _task(
+    group: Literal['natural', 'specialized', 'structured'],
+    data: str,
+    version: int,
+    splits: str = 'train validation test',
+    **options: Any,
+) -> VtabTask:
+    """Returns a task; `splits` are the splits for training, validation and testing."""
+    train, validation, test = splits.split()
+    return VtabTask(group, data, version, train, validation, test, **options)
+
+
+_CLEVR = _task('structured', 'clevr', 3, 'train[:90%] train[90%:] validation', crop=False)
+_DSPRITES = _task('structured', 'dsprites', 2, 'train[:80%] train[80%:90%] train[90%:]', flip=False)
+_SMALLNORB = _task('structured', 'smallnorb', 2, 'train test[:50%] test[50%:]')
 
 TASKS = {
-    'caltech101': Task(
-        group='natural', data='caltech101', version=3, train='train[:90%]', validation='train[90%:]'
-    ),
-    'cifar100': Task(
-        group='natural', data='cifar100', version=3, train='train[:90%]', validation='train[90%:]'
-    ),
-    'dtd': Task(group='natural', data='dtd', version=3),
-    'flowers102': Task(group='natural', data='oxford_flowers102', version=2),
-    'pets': Task(
-        group='natural',
-        data='oxford_iiit_pet',
-        version=3,
-        train='train[:80%]',
-        validation='train[80%:]',
-    ),
-    'sun397': Task(group='natural', data='sun397/tfds', version=4),
-    'svhn': Task(
-        group='natural',
-        data='svhn_cropped',
-        version=3,
-        train='train[:90%]',
-        validation='train[90%:]',
-    ),
-    'camelyon': Task(group='specialized', data='patch_camelyon', version=2),
-    'eurosat': Task(
-        group='specialized',
-        data='eurosat/rgb',
-        version=2,
-        train='train[:60%]',
-        validation='train[60%:80%]',
-        test='train[80%:]',
-    ),
-    'resisc45': Task(
-        group='specialized',
-        data='resisc45',
-        version=3,
-        train='train[:60%]',
-        validation='train[60%:80%]',
-        test='train[80%:]',
-    ),
-    'retinopathy': Task(
-        group='specialized', data='diabetic_retinopathy_detection/btgraham-300', version=3
-    ),
+    'caltech101': _task('natural', 'caltech101', 3, 'train[:90%] train[90%:] test'),
+    'cifar100': _task('natural', 'cifar100', 3, 'train[:90%] train[90%:] test'),
+    'dtd': _task('natural', 'dtd', 3),
+    'flowers102': _task('natural', 'oxford_flowers102', 2),
+    'pets': _task('natural', 'oxford_iiit_pet', 3, 'train[:80%] train[80%:] test'),
+    'sun397': _task('natural', 'sun397/tfds', 4),
+    'svhn': _task('natural', 'svhn_cropped', 3, 'train[:90%] train[90%:] test'),
+    'camelyon': _task('specialized', 'patch_camelyon', 2),
+    'eurosat': _task('specialized', 'eurosat/rgb', 2, 'train[:60%] train[60%:80%] train[80%:]'),
+    'resisc45': _task('specialized', 'resisc45', 3, 'train[:60%] train[60%:80%] train[80%:]'),
+    'retinopathy': _task('specialized', 'diabetic_retinopathy_detection/btgraham-300', 3),
     'clevr_count': _CLEVR._replace(label=_OBJECTS),
     'clevr_distance': _CLEVR._replace(label=_CLEVR_DISTANCE),
-    'dmlab': Task(group='structured', data='dmlab', version=2, crop=False),
+    'dmlab': _task('structured', 'dmlab', 2, crop=False),
     'dsprites_location': _DSPRITES._replace(label=_grouped('label_x_position', 32, 16), crop=False),
     'dsprites_orientation': _DSPRITES._replace(label=_grouped('label_orientation', 40, 16)),
-    'kitti_distance': Task(
-        group='structured', data='kitti', version=3, label=_KITTI_DISTANCE, crop=False
-    ),
+    'kitti_distance': _task('structured', 'kitti', 3, label=_KITTI_DISTANCE, crop=False),
     'smallnorb_azimuth': _SMALLNORB._replace(label='label_azimuth', flip=False),
     'smallnorb_elevation': _SMALLNORB._replace(label='label_elevation'),
 }
@@ -181,7 +138,7 @@ def _open_splits(data: str) -> Splits:
 KIND = base.SourceKind('vtab:TASK', lambda data: data.startswith('vtab:'), _open_splits)
 
 
-def _folder(name: str, task: Task) -> str:
+def _folder(name: str, task: VtabTask) -> str:
     """Returns the folder of the task's data set; warns if only another version is prepared."""
     try:
         return tfds.find_prepared(f'{task.data}:{task.version}.*.*')

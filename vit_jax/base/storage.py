@@ -164,7 +164,8 @@ def read_digests(folder: Path) -> dict[str, str]:
 def move_bucket_folder(source: Path, target: Path) -> None:
     """Moves a folder on a bucket, object by object."""
     with usable(source):
-        (bucket, old), (_, new) = bucket_and_name(source), bucket_and_name(target)
+        bucket, old = bucket_and_name(source)
+        _, new = bucket_and_name(target)
         for blob in bucket.list_blobs(prefix=f'{old}/'):
             bucket.rename_blob(blob, new + blob.name.removeprefix(old))
 

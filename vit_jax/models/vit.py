@@ -532,8 +532,9 @@ def run_blocks_for_first_tokens(
     stacked = encoder.variables['params']['block'], constants
     depths = {len(leaf) for leaf in jax.tree.leaves(stacked)}
     if depths != {depth}:
-        expected = f'expected {depth} blocks'
-        raise UserError(f'encoder/block: parameters of {max(depths)} blocks; {expected}')
+        raise UserError(
+            f'encoder/block: parameters of {max(depths)} blocks; expected {depth} blocks'
+        )
     block = encoder.child(Block, parent=None)
     last_block = encoder.child(Block, parent=None, num_tokens_read=num_tokens_read)
 

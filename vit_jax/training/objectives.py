@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from vit_jax.base import records
 
-# Name of the parameters that are trained beside the model, such as a decoder. They are no part of
-# the model, so checkpoints store them with the state of the optimizer.
+# Name of the task's own parameters, such as a decoder. Checkpoints store them with the optimizer
+# state, because they are not part of the model.
 TASK = 'task'
 Target = Literal['mean_color', 'colors_4x4', 'pixels']
 # Fields of classification; * stands for the name of any evaluation. A field that a task does not

@@ -30,6 +30,7 @@ for name in NAMES:
 """
 
 
+@pytest.mark.gate
 def test_modules_of_figures_can_be_imported_without_matplotlib():
     subprocess.run([sys.executable, '-c', WITHOUT_MATPLOTLIB], check=True, timeout=300)
 

@@ -43,8 +43,10 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
     if not is_remote(text):
         return pathlib.Path(text).absolute()
     if not _BUCKET_PATH.fullmatch(text):
-        expected = 'expected a folder on a disk, or gs://BUCKET/FOLDER without any of ?#[]*'
-        raise UserError(f'{redact_url(text)}: {expected}')
+        raise UserError(
+            f'{redact_url(text)}: expected a folder on a disk, or gs://BUCKET/FOLDER without any '
+            'of ?#[]*'
+        )
     if importlib.util.find_spec('gcsfs') is None:
         raise UserError(f"{text}: gcsfs is not installed; run pip install 'vit_jax[gs]'")
     import fsspec.config

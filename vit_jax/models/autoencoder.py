@@ -28,10 +28,10 @@ class Decoder(NamedTuple):
 
 
 class DecoderModule(nn.Module):
-    """A decoder of all patches.
+    """A decoder of all patches: blocks and a linear head.
 
-    Its input are encoded tokens at visible patches and mask tokens at the others. Blocks and a
-    linear head follow. The prefix tokens are decoded too, but have no outputs.
+    Its inputs are encoded tokens at visible patches and mask tokens at the others. The prefix
+    tokens are decoded too, but have no outputs.
     """
 
     config: ViTConfig  # the blocks, with the num_prefix_tokens of the encoder

@@ -98,7 +98,8 @@ def _count_row(
     )
     config = memory_plan.with_dummy_data(config, num_classes=1000, num_images=10**6)
     experiment = build_experiment(config, devices=target.devices)
-    state, began = training_run.abstract_state(experiment), time.process_time()
+    state = training_run.abstract_state(experiment)
+    began = time.process_time()
     lowered = training_run.lower_update(experiment, state)
     text = ahead_of_time.compile_for(target, lowered, quickly=quickly).as_text()
     sent = communication.count_sent_bytes(text, len(target.devices))
@@ -122,7 +123,8 @@ def _count_overlapping(text: str) -> list[int]:
 
     An all-reduce on a TPU's SparseCores is a call of a computation that contains the all-reduce.
     """
-    bodies, counts = parse_computations(text)[0], []
+    bodies = parse_computations(text)[0]
+    counts = []
     for body in bodies.values():
         positions = {instruction.name: index for index, instruction in enumerate(body)}
         for end in body:

@@ -27,7 +27,8 @@ import jax
 from benchmarks import peer_programs
 from vit_jax.models import variant
 
-DEPTHS, TURNS = (8, 32), 5
+DEPTHS = (8, 32)
+TURNS = 5
 
 
 def make_workload(depth: int) -> peer_programs.Workload:

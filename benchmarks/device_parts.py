@@ -128,7 +128,8 @@ def measure(traced: Step, steps: int = STEPS, options: dict[str, Any] | None = N
     compiled = traced.lowered.compile(options)
     compile_seconds = time.perf_counter() - began
     state, batch, *constants = traced.make_inputs()
-    running, batches = RunningStep(compiled, state, constants), repeat(batch)
+    running = RunningStep(compiled, state, constants)
+    batches = repeat(batch)
     running.run_steps(3, batches)
     seconds = min(running.run_steps(max(1, steps // 2), batches) for _ in range(2))
     return {
@@ -181,7 +182,9 @@ def part_compile(options: dict[str, Any]) -> None:
         batch_size = 8
     else:
         implementations = ('cudnn', 'xla', 'blockwise')
-        resnet, vit, batch_size = variant('R50x1'), variant('B/16'), 128
+        resnet = variant('R50x1')
+        vit = variant('B/16')
+        batch_size = 128
     programs['ResNet'] = make_config(resnet, batch_size)
     for kind in implementations:
         programs[f'ViT, {kind}'] = make_config(vit, batch_size, compute=Compute(attention=kind))
@@ -224,9 +227,8 @@ def part_peers(options: dict[str, Any]) -> None:
         results = dict(matmul)
         for program, path in programs.items():
             results |= peers.run_rounds({program: path}, work, rounds=1, platform=platform)
-            row, line = peers.format_table(results, work, model)[
-                -2:
-            ]  # `line` has the matrix product
+            # The last line has the matrix product.
+            *_, row, line = peers.format_table(results, work, model)
             emit(f'{name} {row}', model=name, work=work._asdict(), name=program, **results[program])
     emit(line, **matmul)
 
@@ -443,9 +445,12 @@ def part_options(options: dict[str, Any]) -> None:
 
 def part_distillation(options: dict[str, Any]) -> None:
     """Compares a step with a teacher to a step without, plus a forward pass of the teacher."""
-    student, teacher, batch_size = variant('S/16'), variant('B/16', num_classes=CLASSES), 256
+    student = variant('S/16')
+    teacher = variant('B/16', num_classes=CLASSES)
+    batch_size = 256
     if on_cpu():
-        student, batch_size = TINY, 8
+        student = TINY
+        batch_size = 8
         teacher = dataclasses.replace(TINY, width=96, num_classes=CLASSES)
     rng = np.random.default_rng(0)
     params = jax.tree.map(

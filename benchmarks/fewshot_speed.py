@@ -24,7 +24,11 @@ import numpy as np
 from vit_jax.evaluation import ridge
 from vit_jax.evaluation.probes import Labeled
 
-CLASSES, WIDTH, POOL, TESTED, L2 = 1000, 768, 10_000, 50_000, 1024.0
+CLASSES = 1000
+WIDTH = 768
+POOL = 10_000
+TESTED = 50_000
+L2 = 1024.0
 
 
 def make_features(count: int, seed: int) -> Labeled:

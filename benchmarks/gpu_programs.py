@@ -90,7 +90,7 @@ NOISE = {
     'augmentation': augreg('medium2'),
 }
 MASKED = {'objective': MaskedPatches()}
-REMOVED = {'objective': MaskedAutoencoder()}
+AUTOENCODER = {'objective': MaskedAutoencoder()}
 VIT_5 = {
     'norm': 'rms',
     'qk_norm': True,
@@ -120,7 +120,7 @@ PROGRAMS = {
     'vit, float32, attention pooling, heads of 12, relative positions': Program(
         vit(width=48, num_heads=4, pool='map', positions='relative'), Compute(dtype='float32')
     ),
-    'vit, masked autoencoder': Program(VIT, changes=REMOVED),
+    'vit, masked autoencoder': Program(VIT, changes=AUTOENCODER),
     'vit, remat=dots, masked patches': Program(VIT, Compute(remat='dots'), changes=MASKED),
     'vit, as in ViT-5, LAMB, SAM and PatchDropout': Program(vit(**VIT_5), changes=RECIPE),
     'vit, features': Program(VIT, step='features'),
@@ -144,7 +144,8 @@ PROGRAMS = {
 
 def lower_probe(experiment: Experiment, params: Params) -> Any:
     """Lowers a step of the linear probe: the frozen model, and the update of all heads."""
-    config, batches = LinearProbeConfig(batch_size=32), experiment.batches
+    config = LinearProbeConfig(batch_size=32)
+    batches = experiment.batches
     probe = LinearProbe(config, experiment.model, experiment.preprocessing, batches, print)
     state = linear_probe.init_state(config, jax.random.key(0), VIT.width, 10)
 
@@ -179,8 +180,8 @@ def compile_program(program: Program, where: ahead_of_time.Topology) -> None:
     experiment, state = prepare(program, where.devices)
     with ahead_of_time.assume_cudnn():
         if program.step == 'train':
-            for kind in experiment.config.step_variants:
-                lowered = training_run.lower_update(experiment, state, kind)
+            for step_variant in experiment.config.step_variants:
+                lowered = training_run.lower_update(experiment, state, step_variant)
                 ahead_of_time.compile_for(where, lowered)
             return
         if program.step == 'linear probe':

@@ -67,7 +67,9 @@ def measure_rate(step: Callable[[], int], seconds: float) -> Rate:
     """Measures a function that returns a number of images, after two calls to warm up."""
     step()
     step()
-    wall, core, images = time.perf_counter(), time.process_time(), 0
+    wall = time.perf_counter()
+    core = time.process_time()
+    images = 0
     while time.perf_counter() - wall < seconds:
         images += step()
     return Rate(images / (time.perf_counter() - wall), images / (time.process_time() - core))
@@ -166,7 +168,8 @@ def measure_augmentation(reader: ImageReader, batch_size: int, seconds: float) -
     """Measures augmentation on the device: AugReg's level medium2, and DeiT III's."""
     refs = [ExampleRef(i) for i in range(batch_size)]
     images = reader.examples(refs, futures.ThreadPoolExecutor(1))
-    key, targets = jax.random.key(0), functools.partial(make_targets, num_classes=1000)
+    key = jax.random.key(0)
+    targets = functools.partial(make_targets, num_classes=1000)
     deit3 = Augmentation(flip=True, three_augment=True, color_jitter=0.3, mixup=0.8, cutmix=1.0)
     configs = {'RandAugment and MixUp': augreg('medium2'), '3-Augment, MixUp and CutMix': deit3}
     for name, config in configs.items():
@@ -226,7 +229,8 @@ def measure_large_photos(photos: str, size: tuple[int, int]) -> None:
     The error is the mean difference from the crop at full size, resized by averaging areas.
     """
     cv2.setNumThreads(1)
-    rng, jpegs = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    jpegs = []
     for path in list_files(photos)[:60:8]:
         pixels = cv2.resize(cv2.imread(str(path)), (4000, 3000), interpolation=cv2.INTER_CUBIC)
         noisy = np.clip(pixels + rng.normal(0, 6, pixels.shape), 0, 255).astype(np.uint8)
@@ -296,7 +300,8 @@ def measure_with_model(
     print(f'  the pipeline adds {peak:,.0f} MiB of peak memory; {text}')
     shardings = sharding_rules.get_shardings(abstract)
     init = meshes.jit(experiment.functions.init, experiment.mesh, out_shardings=shardings)
-    state, batch = init(experiment.values), next(batches)
+    state = init(experiment.values)
+    batch = next(batches)
 
     def update(batch: Batch) -> int:
         nonlocal state
@@ -335,7 +340,9 @@ def main() -> None:
     parser.add_argument('--seconds', type=float, default=5.0)
     parser.add_argument('--alone', choices=['pipeline', 'first-epoch', 'tf.data', 'large'])
     arguments = parser.parse_args()
-    size, batch_size, seconds = (224, 224), arguments.batch_size, arguments.seconds
+    size = (224, 224)
+    batch_size = arguments.batch_size
+    seconds = arguments.seconds
     source = unlabeled_source([arguments.photos])
     stored = [len(source.read(i)[0]) for i in range(len(source))]
     print(f'{len(source)} photos of {np.mean(stored) / 1e3:.0f} kB; {count_cores()} cores')

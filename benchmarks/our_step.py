@@ -60,7 +60,8 @@ def trace_step(
             lowered = training_run.lower_update(experiment, state)
 
     def make_inputs() -> tuple[Any, ...]:
-        rng, order = np.random.default_rng(0), np.arange(config.batch_size, dtype=np.int32)
+        rng = np.random.default_rng(0)
+        order = np.arange(config.batch_size, dtype=np.int32)
         shape = config.batch_size, *experiment.model.config.image_size, 3
         batch = {
             'images': rng.integers(0, 256, shape, dtype=np.uint8),

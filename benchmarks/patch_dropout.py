@@ -30,7 +30,8 @@ def time_step(program: Any, state: Any, inputs: Sequence[Any]) -> tuple[Any, tup
 
 def measure(arguments: argparse.Namespace) -> dict[float, list[tuple[float, float]]]:
     """Returns the wall and CPU seconds of each step, by rate of PatchDropout."""
-    model, programs = variant(arguments.model), {}
+    model = variant(arguments.model)
+    programs = {}
     for rate in 0.0, arguments.rate:
         regularization = Regularization(patch_dropout=rate)
         config = our_step.make_config(model, arguments.batch, regularization=regularization)

@@ -16,7 +16,9 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-CLASSES, PIXELS, RATE = 1000, 224, 1e-3
+CLASSES = 1000
+PIXELS = 224
+RATE = 1e-3
 COMPUTE_BY_NAME: dict[str, dict[str, Any]] = {  # values of `config.compute`
     'ours': {},
     'ours, computed as in Flax': {'layout': 'batched', 'attention': 'xla'},
@@ -320,7 +322,9 @@ def peak_bytes() -> int:
 
 
 if __name__ == '__main__':
-    program, folder, work = sys.argv[1], sys.argv[2], Workload(**json.loads(sys.argv[3]))
+    program = sys.argv[1]
+    folder = sys.argv[2]
+    work = Workload(**json.loads(sys.argv[3]))
     if program == 'timm':
         result = run_timm(work)
     elif program == 'matmul':

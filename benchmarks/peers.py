@@ -103,7 +103,8 @@ def format_table(
 ) -> list[str]:
     """Formats a line for each result."""
     matmul = results.get('matmul', {})
-    matmul_rate, platform = matmul.get('operations_per_second'), matmul.get('platform', 'cpu')
+    matmul_rate = matmul.get('operations_per_second')
+    platform = matmul.get('platform', 'cpu')
     finished = {name: result for name, result in results.items() if 'seconds' in result}
     base_seconds = next(iter(finished.values()), {}).get('seconds')
     lines = []
@@ -113,7 +114,8 @@ def format_table(
         elif name in finished:
             speed = work.batch / result['seconds']
             rate = speed * count_operations(name, config, platform)
-            shares, peak = [], _PEAKS.get(result['device'])
+            shares = []
+            peak = _PEAKS.get(result['device'])
             if peak is not None:
                 shares.append(f'{rate / peak:5.1%} of peak FLOP/s')
             if matmul_rate is not None:

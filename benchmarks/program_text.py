@@ -72,9 +72,11 @@ def count_iterations(
         return int(trip_count[1])
     condition, body = found[loop.called('condition')], found[loop.called('body')]
     try:
-        inside, test = {one.name: one for one in condition}, condition[-1]
+        inside = {one.name: one for one in condition}
+        test = condition[-1]
         counter, limit = (inside[name] for name in test.operands)
-        position, end = re.search(r'index=(\d+)', counter.rest), _constant(limit.name, inside)
+        position = re.search(r'index=(\d+)', counter.rest)
+        end = _constant(limit.name, inside)
         if test.operation != 'compare' or 'direction=LT' not in test.rest or not position:
             return 1
         results = {one.name: one for one in body}

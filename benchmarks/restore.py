@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
             process_id=arguments.index,
         )
     )
-    job, mesh = Job(), meshes.make_mesh(MeshConfig())
+    job = Job()
+    mesh = meshes.make_mesh(MeshConfig())
     sharding = meshes.replicated(mesh)
     count = arguments.mib // 16
     host = {f'{n}': np.random.default_rng(n).random(2**22, np.float32) for n in range(count)}

@@ -230,7 +230,8 @@ def main() -> None:
     )
     began = time.process_time()
     program = ahead_of_time.compile_for(topology, lowered, options=dict(arguments.xla))
-    seconds, text = time.process_time() - began, program.as_text()
+    seconds = time.process_time() - began
+    text = program.as_text()
     if topology.devices[0].platform == 'tpu':
         counts = f'{count_cycles(text) / 1e6:,.1f} M cycles'
     else:

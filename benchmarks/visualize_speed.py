@@ -40,7 +40,8 @@ def main() -> None:
         card = Card(model=config, grid=config.grid, preprocessing=Preprocessing())
         loaded = LoadedModel(card, params)
         vit_jax.save(loaded, folder / 'B_16', 'vit_jax')
-        images, rng = folder / 'images', np.random.default_rng(0)
+        images = folder / 'images'
+        rng = np.random.default_rng(0)
         images.mkdir()
         for index in range(arguments.cka_images):
             cv2.imwrite(f'{images}/{index}.jpg', rng.integers(0, 256, (256, 256, 3), np.uint8))
@@ -55,7 +56,8 @@ def main() -> None:
             _, status, usage = os.wait4(process.pid, 0)
             if status != 0:
                 raise SystemExit(f'{figures}: ended with {status}')
-            seconds, memory = time.monotonic() - start, usage.ru_maxrss / 2**20
+            seconds = time.monotonic() - start
+            memory = usage.ru_maxrss / 2**20
             print(
                 f'{figures}, {count} images, {cores} cores: {seconds:.0f} s, {memory:.2f} GiB peak'
             )

@@ -259,6 +259,18 @@ def test_each_field_has_a_row_in_one_table():
             assert path in [field for field, *_ in STRUCTURE], wrong
 
 
+def test_each_path_of_experiment_values_is_a_field_or_a_record():
+    fields = [*paths(TrainConfig)]
+    for path in (*values.VALUES, *values.DERIVED, *values.ON_HOST):
+        assert any(is_below(field, [path]) for field in fields), f'{path}: no such field'
+
+
+def test_a_misspelled_path_is_an_error(monkeypatch):
+    monkeypatch.setattr(values, 'VALUES', ('optimizer.beta1',))
+    with pytest.raises(AttributeError, match='beta1'):
+        values.remove_values(ADAM)
+
+
 def test_every_field_is_read_somewhere():
     trees = [ast.parse(path.read_text()) for path in (ROOT / 'vit_jax').rglob('*.py')]
     nodes = [*itertools.chain(*map(ast.walk, trees))]

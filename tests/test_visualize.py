@@ -54,6 +54,22 @@ def test_photos_of_any_size_without_labels_one_of_which_is_broken(count, tmp_pat
     assert (out / 'cka.png').exists() == (count > 1)
 
 
+@pytest.mark.parametrize('options', [(), ('--split=train[:4]',)])
+def test_splits_of_photos_without_class_folders(options, tmp_path):
+    """Only `probes` needs classes."""
+    rng = np.random.default_rng(0)
+    for split in 'train', 'test':
+        (tmp_path / 'photos' / split).mkdir(parents=True)
+        for i in range(4):
+            picture = rng.integers(0, 256, (20, 30, 3), np.uint8)
+            cv2.imwrite(str(tmp_path / 'photos' / split / f'{i}.png'), picture)
+    model = saved(tmp_path, 'vit', tiny.model())
+    out = tmp_path / 'out'
+    images = f'--images={tmp_path / "photos"}'
+    assert run(model, images, f'--out={out}', '--figures=attention_distance', *options) == 0
+    assert (out / 'attention_distance-vit.png').exists()
+
+
 @pytest.mark.gate
 def test_a_network_that_computes_nan_is_named(tmp_path):
     network = loaded(tiny.model())

@@ -143,21 +143,26 @@ class TrainConfig(Record):
             values = getattr(self, name)
             require(len({*values}) == len(values), f'{name}={values}: expected distinct values')
         for name in self.evals:
-            fits = re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED_KINDS
-            wanted = f'letters, digits, _ and -, but not {" or ".join(_RESERVED_KINDS)}'
-            require(fits, f'evals: {name!r} is not a valid name; expected {wanted}')
+            require(
+                re.fullmatch(r'[\w-]+', name) is not None and name not in _RESERVED_KINDS,
+                f'evals: {name!r} is not a valid name; expected letters, digits, _ and -, but not '
+                f'{" or ".join(_RESERVED_KINDS)}',
+            )
         if self.patience is not None and self.keep_best is None:
-            advice = 'needs keep_best, such as keep_best=test/accuracy'
-            raise UserError(f'patience={self.patience}: {advice}')
+            raise UserError(
+                f'patience={self.patience}: needs keep_best, such as keep_best=test/accuracy'
+            )
         if self.evals and self.eval_split != 'test':
-            advice = 'not used with evals; set evals.*.split'
-            raise UserError(f'eval_split={self.eval_split!r}: {advice}')
+            raise UserError(
+                f'eval_split={self.eval_split!r}: not used with evals; set evals.*.split'
+            )
         if self.objective is not None:
             self._check_unused(self.objective.unused)
         resolve_metrics(self.metrics)
         if self.patch_dropout_until is not None and self.regularization.patch_dropout == 0:
-            advice = 'not used with regularization.patch_dropout=0; leave it out'
-            raise UserError(f'patch_dropout_until: {advice}')
+            raise UserError(
+                'patch_dropout_until: not used with regularization.patch_dropout=0; leave it out'
+            )
         if self.optimizer.trained_blocks == 0 and self.distillation.kind == 'features':
             raise UserError(
                 'distillation.kind=features: has no effect if only the head is trained; set '
@@ -165,17 +170,19 @@ class TrainConfig(Record):
             )
         if self.init_head is not None:
             self._check_init_head()
-        has_model_head = self.model is not None and self.model.head != 'linear'
-        if has_model_head and self.head:
+        if self.head and self.model is not None and self.model.head != 'linear':
             raise UserError('head: model.head is also set; leave one out')
 
     def _check_init_head(self) -> None:
         if self.reuse_head:
-            wrong = f'init_head={self.init_head}: replaces the head that reuse_head=true keeps'
-            raise UserError(f'{wrong}; add --config.reuse_head=false')
+            raise UserError(
+                f'init_head={self.init_head}: replaces the head that reuse_head=true keeps; add '
+                '--config.reuse_head=false'
+            )
         if isinstance(self.loss, LossConfig) and self.loss.kind == 'sigmoid':
-            wrong = f'init_head={self.init_head}: fits the softmax loss'
-            raise UserError(f'{wrong}; expected loss.kind=softmax')
+            raise UserError(
+                f'init_head={self.init_head}: fits the softmax loss; expected loss.kind=softmax'
+            )
 
     def _check_unused(self, paths: Sequence[str]) -> None:
         """Raises UserError if a field is set that `objective` does not use."""
@@ -199,10 +206,12 @@ class TrainConfig(Record):
 
     def step_variant(self, step: int, length: TrainLength) -> StepVariant:
         """Returns the variant of a step, which does not depend on earlier steps."""
-        until, rate = self.patch_dropout_until, self.regularization.patch_dropout
+        until = self.patch_dropout_until
         is_late = until is not None and step >= length.to_steps(until)
-        size = draw_patch_size(self.patch_sizes, self.seed, step)
-        return StepVariant(size, 0.0 if is_late else rate)
+        return StepVariant(
+            patch_size=draw_patch_size(self.patch_sizes, self.seed, step),
+            patch_dropout=0.0 if is_late else self.regularization.patch_dropout,
+        )
 
 
 # Fields that may change when a run resumes. They affect speed, memory, rounding, measurements,
@@ -258,6 +267,9 @@ def read_config(path: Path, **options: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f'{path}: not a JSON object')
     number = values.pop('format', None)
-    fix = 'use the version of vit_jax that wrote it, or another --workdir'
-    require(number == FORMAT, f'{path}: format is {number}; expected {FORMAT}; {fix}')
+    require(
+        number == FORMAT,
+        f'{path}: format is {number}; expected {FORMAT}; use the version of vit_jax that wrote it, '
+        'or another --workdir',
+    )
     return values

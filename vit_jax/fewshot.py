@@ -24,8 +24,9 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
     if job.index != 0:
         return 0
     for name, set_result in result['sets'].items():
-        images = set_result['test_images']
-        print(f'{name}: {images:,} test images, {set_result["classes"]:,} classes')
+        print(
+            f'{name}: {set_result["test_images"]:,} test images, {set_result["classes"]:,} classes'
+        )
         for label, score in probing.list_scores(set_result).items():
             print(f'{label:>14}  {score}')
         for note in set_result['notes']:

@@ -29,24 +29,30 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints memory and compile time. Returns 1 if the configured batch does not fit, else 0."""
     jax.config.update('jax_platforms', 'cpu')  # compilation needs no device
     jax.config.update('jax_enable_compilation_cache', False)  # the cache needs a device
-    classes, images = arguments.num_classes, arguments.num_images
-    config = memory_plan.with_dummy_data(arguments.config, num_classes=classes, num_images=images)
+    config = memory_plan.with_dummy_data(
+        arguments.config, num_classes=arguments.num_classes, num_images=arguments.num_images
+    )
     where = ahead_of_time.find_topology(arguments.topology)
-    start, batch_size = time.monotonic(), config.batch_size
+    start = time.monotonic()
     experiment = build_experiment(config, devices=where.devices)
-    compute, mesh, kind = experiment.compute, experiment.mesh, config.step_variants[0]
-    model = with_patch_size(experiment.model.config, kind.patch_size)
-    count, device = len(where.devices), where.devices[0].device_kind
+    compute = experiment.compute
+    mesh = experiment.mesh
+    batch_size = config.batch_size
+    variant = config.step_variants[0]
+    model = with_patch_size(experiment.model.config, variant.patch_size)
+    count = len(where.devices)
+    device = where.devices[0].device_kind
     print(f'topology    {where.name}: {count} x {device}, {_gib(where.memory)} each')
     print(f'mesh        {meshes.format_mesh(mesh)}')
     print(f'model       {count_params(model):,} parameters, ', end='')
     print(f'{compute.dtype}, attention {compute.attention}')
-    if kind.patch_size:
-        print(f'patches     {kind}, the smallest of config.patch_sizes')
+    if variant.patch_size:
+        print(f'patches     {variant}, the smallest of config.patch_sizes')
     params = jax.eval_shape(experiment.functions.init, experiment.values).params
     if update := memory_plan.count_update_operations(config.optimizer, params, mesh):
         passes = 2 if (config.optimizer.sharpness or Sam(rho=0)).rho else 1
-        forward = count_multiply_adds(model, regularization=kind.regularize(config.regularization))
+        regularization = variant.regularize(config.regularization)
+        forward = count_multiply_adds(model, regularization=regularization)
         share = update / (6 * passes * forward * batch_size / count)
         print(f'optimizer   muon: {update / 1e12:.3g} TFLOP per step on each device, ', end='')
         print(f"{share:.1%} of the model's")
@@ -77,11 +83,25 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('plan', __doc__)
     app.add_config_flags(parser, workdir=False)
-    text = 'devices to compile for, such as v5e:4x4'
-    parser.add_argument('--topology', required=True, metavar='KIND:SHAPE', help=text)
-    for name, text in ('num_classes', 'classes'), ('num_images', 'training images'):
-        text = f'number of {text}; default: as in the data'
-        parser.add_argument(f'--{name}', type=app.positive_int, metavar='N', help=text)
+    add = parser.add_argument
+    add(
+        '--topology',
+        required=True,
+        metavar='KIND:SHAPE',
+        help='devices to compile for, such as v5e:4x4',
+    )
+    add(
+        '--num_classes',
+        type=app.positive_int,
+        metavar='N',
+        help='number of classes; default: as in the data',
+    )
+    add(
+        '--num_images',
+        type=app.positive_int,
+        metavar='N',
+        help='number of training images; default: as in the data',
+    )
     return parser
 
 

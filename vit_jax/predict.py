@@ -31,6 +31,7 @@ from vit_jax.base.files import ESCAPE, is_special, read_text, would_replace
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
+from vit_jax.data.loading import ImageReader
 from vit_jax.data.sources.folders import unlabeled_source
 from vit_jax.distributed import meshes
 from vit_jax.evaluation import head
@@ -57,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
     source = unlabeled_source(arguments.images)
     loaded = load(arguments.checkpoint, **app.checkpoint_options(arguments))
     print('\n'.join(loaded.report), file=sys.stderr)
-    unreadable = list[str]()
+    unreadable: list[str] = []
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
     reader = head.make_model_reader(loaded, source, **options)
     names = _read_class_names(loaded, arguments.class_names)
@@ -70,23 +71,45 @@ def main(arguments: argparse.Namespace) -> int:
             'pass --features=OUT.npz to write features, or fine-tune it',
         )
         loaded.require_head()
+    arrays = _write_outputs(loaded, reader, arguments, form=form, names=names)
+    if arguments.features:
+        write_npz(pathlib.Path(arguments.features), arrays)
+        images = plural(len(arrays['paths']), 'image')
+        print(f'features of {images}: {arguments.features}', file=sys.stderr)
+    if arguments.out:
+        print(f'written: {arguments.out}', file=sys.stderr)
+    return output.report_unreadable(unreadable, len(source))
+
+
+def _write_outputs(
+    loaded: LoadedModel,
+    reader: ImageReader,
+    arguments: argparse.Namespace,
+    *,
+    form: str,
+    names: Sequence[str],
+) -> dict[str, np.ndarray]:
+    """Prints or writes the classes of each readable image, if the model is a classifier.
+
+    Returns the arrays `paths` and `features`, which are empty without --features.
+    """
     wanted: list[OutputName] = []
     if loaded.is_classifier:
         wanted.append('probabilities')
     if arguments.features:
         wanted.append('features')
-    paths = list[str]()
-    features = list[np.ndarray]()
+    paths: list[str] = []
+    features: list[np.ndarray] = []
     batches = batches_on_all_devices(reader, arguments.batch_size)
     # On a terminal, printed lines appear above the progress bar.
     bar = output.progress_bar(redirect_stdout=sys.stdout.isatty())
     with bar, open_output(arguments.out, form) as file:
         if form == 'csv':
             print('path,class,probability', file=file)
-        num_batches = -(-len(source) // batches.batch_size)
+        num_batches = -(-len(reader.source) // batches.batch_size)
         tracked = bar.track(batches.read(reader), total=num_batches, description='batches')
         for index, outputs in _compute_outputs(loaded, wanted, batches.mesh, tracked):
-            path = source.name_of(index)
+            path = reader.source.name_of(index)
             if 'probabilities' in outputs:
                 probabilities = outputs['probabilities']
                 likely = int((probabilities > _THRESHOLD).sum())
@@ -96,13 +119,7 @@ def main(arguments: argparse.Namespace) -> int:
             if 'features' in outputs:
                 paths.append(path)
                 features.append(outputs['features'])
-    if arguments.features:
-        arrays = {'paths': np.array(paths, str), 'features': np.array(features)}
-        write_npz(pathlib.Path(arguments.features), arrays)
-        print(f'features of {plural(len(paths), "image")}: {arguments.features}', file=sys.stderr)
-    if arguments.out:
-        print(f'written: {arguments.out}', file=sys.stderr)
-    return output.report_unreadable(unreadable, len(source))
+    return {'paths': np.array(paths, str), 'features': np.array(features)}
 
 
 def require_new(paths: Iterable[str | None], *, overwrite: bool) -> None:

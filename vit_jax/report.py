@@ -18,7 +18,7 @@ from vit_jax.base import UserError, records, require, write_text
 from vit_jax.base.files import is_special
 from vit_jax.cli import app
 from vit_jax.experiment import reporter
-from vit_jax.figures import page
+from vit_jax.figures import curves, page, style
 from vit_jax.figures.page import Picture, Section, Table
 from vit_jax.studies import history, planned_runs, results
 from vit_jax.studies.history import History
@@ -89,7 +89,8 @@ def _results(runs: Sequence[History]) -> Section:
     others = 'step|run|seconds|count|loss'
     shown = rf'train/(loss|images_per_second)|(?!train|skipped)[^/]+/(?!({others})$).*'
     names = [name for name in _names(runs) if re.fullmatch(shown, name)]
-    rows, selects = [], any(run.config.get('keep_best') for run in runs)
+    selects = any(run.config.get('keep_best') for run in runs)
+    rows = []
     for run in runs:
         cells = [run.name, _state(run)]
         for name in names:
@@ -108,7 +109,8 @@ def _describe_best(run: History) -> str:
     metric = run.config.get('keep_best') or ''
     if (step := planned_runs.find_best_step(run, metric)) is None:
         return ''
-    name, evals = metric.partition('/')[0], run.config['evals']
+    name = metric.partition('/')[0]
+    evals = run.config['evals']
     split = evals[name]['split'] if evals else run.config['eval_split']
     value = results.text_of(metric, run.numbers[metric][step], run.own_metrics)
     return f'{step:,}: {metric} {value} on {split}'
@@ -138,8 +140,6 @@ def _list_curves(runs: Sequence[History]) -> list[_Curves]:
 
 def _curves(runs: Sequence[History]) -> list[Section]:
     """Returns a section for each picture for which a run has values."""
-    from vit_jax.figures import curves, style  # matplotlib is an extra
-
     sections = []
     for title, pattern, scale, text in _list_curves(runs):
         names = [name for name in _names(runs) if re.fullmatch(pattern, name)]
@@ -149,10 +149,17 @@ def _curves(runs: Sequence[History]) -> list[Section]:
             for kind, name in enumerate(names):
                 if by_step := run.numbers.get(name):
                     label = name if len(runs) == 1 else f'{run.name} {name}'
-                    x, y = np.array([*by_step], float), np.array([*by_step.values()], float)
                     trained = name.startswith('train/') and len(names) > 1
-                    how = ':' if trained else _DASHES[kind % len(_DASHES)]
-                    drawn.append(curves.Curve(label, place, x, y, style=how))
+                    dashes = ':' if trained else _DASHES[kind % len(_DASHES)]
+                    drawn.append(
+                        curves.Curve(
+                            label,
+                            color_index=place,
+                            x=np.array([*by_step], float),
+                            y=np.array([*by_step.values()], float),
+                            style=dashes,
+                        )
+                    )
         if drawn:
             png = style.png(
                 curves.draw_curves, title, drawn, x='step', y=title.lower(), scale=scale
@@ -193,9 +200,15 @@ def _differences(runs: Sequence[History]) -> Section:
 def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('report', __doc__)
-    parser.add_argument('workdirs', metavar='WORKDIR', nargs='+', help='work directory of a run')
-    text = 'HTML file to write or replace'
-    parser.add_argument('--out', required=True, type=app.local_path, metavar='FILE.html', help=text)
+    add = parser.add_argument
+    add('workdirs', metavar='WORKDIR', nargs='+', help='work directory of a run')
+    add(
+        '--out',
+        required=True,
+        type=app.local_path,
+        metavar='FILE.html',
+        help='HTML file to write or replace',
+    )
     return parser
 
 

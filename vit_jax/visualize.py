@@ -36,8 +36,18 @@ from vit_jax.data.loading import make_reader
 from vit_jax.data.sources.base import Source
 from vit_jax.data.sources.folders import is_image, loose_images, unlabeled_source
 from vit_jax.data.sources.opening import EXPECTED, make_opener, require_outside
-from vit_jax.figures import figure as figures
-from vit_jax.figures.figure import NAMES, Figure, Images, PlacedModel
+from vit_jax.figures import style
+from vit_jax.figures.figure import (
+    NAMES,
+    Figure,
+    Images,
+    PlacedModel,
+    choose_batch,
+    find_figure,
+    find_readable,
+    put_on_devices,
+    require_finite,
+)
 from vit_jax.figures.page import Picture, Section, render_page
 from vit_jax.pretrained import LoadedModel, load
 
@@ -66,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
         inputs = _open_inputs(arguments, bar)
         if any(figure.needs_images for figure in chosen.values()):
             for model in inputs.models:
-                figures.require_finite(inputs.images, model)
+                require_finite(inputs.images, model)
         sections = [
             _make_section(folder, name, figure, inputs)
             for name, figure in bar.track(chosen.items(), description='figures')
@@ -82,7 +92,7 @@ def select_figures(names: str | None) -> dict[str, Figure]:
     chosen = NAMES if names is None else [name.strip() for name in names.split(',')]
     for name in chosen:
         require(name in NAMES, f'--figures: no figure {name!r}; {records.closest(name, NAMES)}')
-    return {name: figures.find_figure(name) for name in NAMES if name in chosen}
+    return {name: find_figure(name) for name in NAMES if name in chosen}
 
 
 def _open_inputs(arguments: argparse.Namespace, bar: Progress) -> _Inputs:
@@ -106,10 +116,10 @@ def _open_inputs(arguments: argparse.Namespace, bar: Progress) -> _Inputs:
         )
         for loaded in loaded_models.values()
     ]
-    indices, unreadable = figures.find_readable(readers[0], arguments.num_images, progress)
-    batch_size, mesh = figures.choose_batch(len(indices), arguments.batch_size)
+    indices, unreadable = find_readable(readers[0], arguments.num_images, progress)
+    batch_size, mesh = choose_batch(len(indices), arguments.batch_size)
     models = [
-        figures.put_on_devices(name, loaded, reader, mesh)
+        put_on_devices(name, loaded, reader, mesh)
         for (name, loaded), reader in zip(loaded_models.items(), readers, strict=True)
     ]
     images = Images(indices, batch_size, progress, arguments.patch)
@@ -141,7 +151,7 @@ def _open_images(data: str, split: str | None) -> Source:
     path = pathlib.Path(data)
     if is_image(data) or (path.is_dir() and loose_images(path)):
         return unlabeled_source([data])
-    open_split = make_opener()
+    open_split = make_opener(needs_classes=False)
     if split is None:
         with contextlib.suppress(UserError):  # opening `test` gives a better message
             return open_split(data, 'all')
@@ -163,17 +173,13 @@ def name_models(paths: Sequence[str]) -> list[str]:
 
 def _make_section(folder: pathlib.Path, name: str, figure: Figure, inputs: _Inputs) -> Section:
     """Computes and draws a figure, of each model or of all together, or says why it cannot."""
-    from vit_jax.figures import style  # matplotlib is an extra
-
     if figure.compares_models:
-        groups = [inputs.models]
+        groups = [(name, '', inputs.models)]
     else:
-        groups = [[model] for model in inputs.models]
-    pictures = list[Picture]()
-    left_out = list[str]()
-    for models in groups:
-        stem = name if figure.compares_models else f'{name}-{models[0].name}'
-        prefix = '' if figure.compares_models else f'{models[0].name}: '
+        groups = [(f'{name}-{model.name}', f'{model.name}: ', [model]) for model in inputs.models]
+    pictures: list[Picture] = []
+    left_out: list[str] = []
+    for stem, prefix, models in groups:
         try:
             numbers = figure.compute(inputs.images, *models)
         except UserError as reason:

@@ -23,76 +23,34 @@ from vit_jax.models import Compute
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 
-_SMALL = 0.001, 0.003, 0.01, 0.03
-_IMAGENET = 0.003, 0.01, 0.03, 0.06
-
 
 class Row(NamedTuple):
     """A row of table 4, or a model of table 2."""
 
     data: str
-    eval_split: str
-    steps: int
-    warmup: int  # steps
-    learning_rates: tuple[float, ...]
+    eval_split: str = 'test'
+    steps: int = 500
+    warmup: int = 100  # steps
+    learning_rates: tuple[float, ...] = (0.001, 0.003, 0.01, 0.03)
     side: int = 384  # of the images, in pixels
     ema_decay: float | None = None  # decay of the Polyak average
 
 
+_IMAGENET = Row(
+    data='tfds:imagenet2012',
+    eval_split='validation',
+    steps=20_000,
+    warmup=500,
+    learning_rates=(0.003, 0.01, 0.03, 0.06),
+)
 ROWS = {
-    'imagenet': Row(
-        data='tfds:imagenet2012',
-        eval_split='validation',
-        steps=20_000,
-        warmup=500,
-        learning_rates=_IMAGENET,
-    ),
-    'imagenet512': Row(
-        data='tfds:imagenet2012',
-        eval_split='validation',
-        steps=20_000,
-        warmup=500,
-        learning_rates=_IMAGENET,
-        side=512,
-        ema_decay=0.9999,
-    ),
-    'imagenet518': Row(
-        data='tfds:imagenet2012',
-        eval_split='validation',
-        steps=20_000,
-        warmup=500,
-        learning_rates=_IMAGENET,
-        side=518,
-        ema_decay=0.9999,
-    ),
-    'cifar100': Row(
-        data='tfds:cifar100',
-        eval_split='test',
-        steps=10_000,
-        warmup=500,
-        learning_rates=_SMALL,
-    ),
-    'cifar10': Row(
-        data='tfds:cifar10',
-        eval_split='test',
-        steps=10_000,
-        warmup=500,
-        learning_rates=_SMALL,
-    ),
-    'pets': Row(
-        data='tfds:oxford_iiit_pet',
-        eval_split='test',
-        steps=500,
-        warmup=100,
-        learning_rates=_SMALL,
-    ),
-    'flowers': Row(
-        data='tfds:oxford_flowers102',
-        eval_split='test',
-        steps=500,
-        warmup=100,
-        learning_rates=_SMALL,
-    ),
+    'imagenet': _IMAGENET,
+    'imagenet512': _IMAGENET._replace(side=512, ema_decay=0.9999),
+    'imagenet518': _IMAGENET._replace(side=518, ema_decay=0.9999),
+    'cifar100': Row(data='tfds:cifar100', steps=10_000, warmup=500),
+    'cifar10': Row(data='tfds:cifar10', steps=10_000, warmup=500),
+    'pets': Row(data='tfds:oxford_iiit_pet'),
+    'flowers': Row(data='tfds:oxford_flowers102'),
 }
 ARGUMENTS = tuple(f'{name},{rate:g}' for name, row in ROWS.items() for rate in row.learning_rates)
 

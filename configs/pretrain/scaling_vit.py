@@ -23,11 +23,11 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 ARGUMENTS = 'g/14', 'G/14', 'L/16', 'B/16', 'B/32'
 
 
-def get_config(network: str = 'g/14') -> TrainConfig:
+def get_config(model: str = 'g/14') -> TrainConfig:
     """Returns the experiment of one model."""
     return TrainConfig(
         data='JFT-3B',
-        model=variant(network, pool='map', head_bias=-10.0),
+        model=variant(model, pool='map', head_bias=-10.0),
         preprocessing=Preprocessing(crop=CentralCrop()),
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),
         total=Duration(steps=1_000_000),

@@ -58,16 +58,16 @@ def get_config(size: str = 'small') -> Study:
     return _study(size, grids, tasks=base.TASKS)
 
 
-def _study(size: str, networks: dict[str, Any], tasks: dict[str, Any]) -> Study:
+def _study(size: str, models: dict[str, Any], tasks: dict[str, Any]) -> Study:
     measure = base.MEASURES[size]
     grids = {
         family: Grid(axes={'network': values}, measures=(measure, 'compute'))
-        for family, values in networks.items()
+        for family, values in models.items()
     }
     plot = PlotConfig(x='compute', y=measure, logarithmic=True)
     if tasks:
         plot = dataclasses.replace(plot, y='test/accuracy', mean='all')
-        for family in networks:
+        for family in models:
             grids[f'{family}-tuned'] = Grid(
                 start_from=family,
                 axes={'task': tasks},

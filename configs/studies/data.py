@@ -45,7 +45,7 @@ PUBLISHED = {
 ARGUMENTS = 'small', 'full', 'sets'
 
 
-def _networks(size: str) -> dict[str, Any]:
+def _models(size: str) -> dict[str, Any]:
     """Returns the models of figure 4 and a hybrid; half-B32 is b/32 in the paper (half sizes)."""
     if size == 'small':
         return base.SMALL
@@ -92,7 +92,7 @@ def get_config(size: str = 'small') -> Study:
         grids={
             'train': Grid(
                 axes={
-                    'network': {name: _changes(m) for name, m in _networks(size).items()},
+                    'network': {name: _changes(m) for name, m in _models(size).items()},
                     'data': {share: {'train_split': f'train[:{share}]'} for share in SHARES[size]},
                 },
                 best='held_out/accuracy',

@@ -37,7 +37,7 @@ def get_config(size: str = 'small') -> Study:
 
 def _small() -> Study:
     config = base.get_config('small')
-    # 64 tokens, of which a masked autoencoder encodes 16.
+    # 64 tokens; a masked autoencoder encodes 16 of them.
     config.model = dataclasses.replace(base.SMALL_VIT, patch_size=(4, 4), positions='sincos2d')
     config.schedule.warmup = Duration(fraction=0.1)
     config.fewshot = FewshotConfig()

@@ -21,7 +21,7 @@ from vit_jax.training.duration import Duration
 ARGUMENTS = 'cls', 'gap', 'resnet'
 
 
-def get_config(network: str = 'cls') -> TrainConfig:
+def get_config(model: str = 'cls') -> TrainConfig:
     """Returns the experiment of one model; --config.data sets the folder."""
     models: dict[str, ModelConfig] = {
         'cls': dataclasses.replace(base.SMALL_VIT, patch_size=(4, 4), pool='cls'),
@@ -29,7 +29,7 @@ def get_config(network: str = 'cls') -> TrainConfig:
         'resnet': ResNetConfig(image_size=(32, 32), backbone=Backbone(blocks=(2, 2, 2), width=32)),
     }
     config = base.get_config('small')
-    config.model = models[network]
+    config.model = models[model]
     config.schedule.warmup = Duration(steps=300)
     config.checkpoint_every_steps = 500
     return config

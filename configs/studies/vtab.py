@@ -31,21 +31,21 @@ PUBLISHED = {
 ARGUMENTS = tuple(PUBLISHED)
 
 
-def get_config(network: str = 'L/16-in21k') -> Study:
+def get_config(model: str = 'L/16-in21k') -> Study:
     """Returns a study of the 19 tasks; the base has the crops and flips of most tasks."""
     base = vtab.get_config('caltech101')
-    base.start_from = None if network.endswith('jft') else f'vit:{network}'
+    base.start_from = None if model.endswith('jft') else f'vit:{model}'
     groups: dict[str, tuple[str, ...]] = {
         group: tuple(name for name, task in TASKS.items() if task.group == group)
         for group in ('natural', 'specialized', 'structured')
     }
-    published = dict(zip(TASKS, PUBLISHED[network], strict=False))
+    published = dict(zip(TASKS, PUBLISHED[model], strict=False))
     grid = Grid(
         axes={'task': {name: _changes(name, task) for name, task in TASKS.items()}},
         published={name: percent / 100 for name, percent in published.items()},
         means=groups | {'all': tuple(TASKS)},
     )
-    return Study(title=f'VTAB-1k, {network}', base=base, grids={'vtab': grid}, seeds=(0, 1, 2))
+    return Study(title=f'VTAB-1k, {model}', base=base, grids={'vtab': grid}, seeds=(0, 1, 2))
 
 
 def _changes(name: str, task: VtabTask) -> dict[str, Any]:

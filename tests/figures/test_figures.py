@@ -12,8 +12,8 @@ from vit_jax.analysis import cka
 from vit_jax.base import UserError, tree_names
 from vit_jax.data import loading
 from vit_jax.data.sources.opening import make_opener
-from vit_jax.figures import cka as layer_similarity
 from vit_jax.figures import figure, head_subsets, layers
+from vit_jax.figures.cka import compare_layers
 from vit_jax.models import Backbone, ResNetConfig, build, variant
 
 VIT = tiny.model(image_size=(8, 8), patch_size=(4, 4))
@@ -67,7 +67,7 @@ def test_the_similarity_of_layers_is_the_cka_of_their_whole_arrays():
 @pytest.mark.gate
 def test_a_network_is_compared_with_itself_as_alone():
     images, *networks = opened(VIT, RESNET, VIT)
-    found = layer_similarity.similarity(images, networks[::2], layers.output_layers)['cka']
+    found = compare_layers(images, networks[::2], layers.output_layers)['cka']
     n = len(found) // 2
     np.testing.assert_allclose(found[:n, n:], found[:n, :n], rtol=1e-5)
     amounts = compute('training_data', images, *networks)

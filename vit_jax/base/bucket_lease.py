@@ -35,10 +35,13 @@ class ConditionalObject:
         """Returns the text, or None if the object does not exist; the next write may replace it."""
         from google.api_core.exceptions import NotFound
 
-        blob, text, self.generation = self._bucket.blob(self._name), None, 0
-        with contextlib.suppress(NotFound):
+        self.generation = 0
+        blob = self._bucket.blob(self._name)
+        try:
             text = str(blob.download_as_bytes(), errors='replace')
-            self.generation = int(blob.generation)
+        except NotFound:
+            return None
+        self.generation = int(blob.generation)
         return text
 
     def write(self, text: str) -> bool:
@@ -72,8 +75,10 @@ class Lease:
     """
 
     def __init__(self, path: Path, holder: str):
-        self._path, self._where = path, f'workdir {path.parent}'
-        self._text, self._renewing = holder, threading.Lock()
+        self._path = path
+        self._where = f'workdir {path.parent}'
+        self._text = holder
+        self._renewing = threading.Lock()
         self._object = ConditionalObject(path)
         self._wait_until_stale()
         self._renew('is used by')
@@ -106,7 +111,8 @@ class Lease:
         if self._object.read() is None:
             return
         logging.warning('%s: locked by %s; waiting %g s', self._where, self._holder(), LEASE)
-        generation, end = self._object.generation, time.monotonic() + LEASE
+        generation = self._object.generation
+        end = time.monotonic() + LEASE
         while time.monotonic() < end and self._object.read() is not None:
             if self._object.generation != generation:
                 raise UserError(f'{self._where} is used by {self._holder()}; use another --workdir')
@@ -123,7 +129,8 @@ class GrowingObject:
     """
 
     def __init__(self, path: Path):
-        self.name, self._uploading = str(path), threading.Lock()
+        self.name = str(path)
+        self._uploading = threading.Lock()
         self._object = ConditionalObject(path)
         self._text = self._object.read() or ''
         self._uploaded: str | None = None

@@ -148,7 +148,8 @@ def _find_descriptor(path: str | os.PathLike[str]) -> tuple[str, str] | None:
     except FileNotFoundError:  # the current folder was removed
         return None
     for _ in range(40):  # the limit of Linux
-        folder, name = os.path.realpath(os.path.dirname(place)), os.path.basename(place)
+        folder = os.path.realpath(os.path.dirname(place))
+        name = os.path.basename(place)
         if _DESCRIPTORS.fullmatch(folder):
             return folder, name
         if not os.path.islink(place):

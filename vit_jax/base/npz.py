@@ -32,14 +32,17 @@ def open_npz(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
       zipfile.BadZipFile and others: If the file is damaged or of another kind.
     """
     file = open_file(path)
-    archive, arrays = zipfile.ZipFile(file), dict[str, StoredArray]()
+    archive = zipfile.ZipFile(file)
     in_file = os.fstat(file.fileno()).st_size
+    arrays: dict[str, StoredArray] = {}
     for member in archive.infolist():
         name = member.filename.removesuffix('.npy')
         is_plain = member.compress_type == zipfile.ZIP_STORED
         most = min(member.compress_size, in_file) * (1 if is_plain else _MAX_DEFLATE_RATIO)
-        text = f'{name}: declares {member.file_size:,} bytes; the file contains at most {most:,}'
-        _require(member.file_size <= most, text)
+        _require(
+            member.file_size <= most,
+            f'{name}: declares {member.file_size:,} bytes; the file contains at most {most:,}',
+        )
         with archive.open(member) as opened:
             version = np.lib.format.read_magic(opened)
             # numpy writes 1.0, except for arrays with many named fields.
@@ -47,8 +50,10 @@ def open_npz(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
             shape, _, dtype = np.lib.format.read_array_header_1_0(opened)
             size = opened.tell() + math.prod(shape) * dtype.itemsize
         _require(not dtype.hasobject, f'{name}: contains Python objects; expected numbers or text')
-        text = f'{name}: has {member.file_size:,} bytes; expected {size:,} (from its header)'
-        _require(member.file_size == size, text)
+        _require(
+            member.file_size == size,
+            f'{name}: has {member.file_size:,} bytes; expected {size:,} (from its header)',
+        )
         arrays[name] = StoredArray(shape, dtype, functools.partial(_read, archive, member))
     return arrays
 
@@ -59,9 +64,9 @@ def decode_names(names: np.ndarray) -> list[str]:
     return [text.strip() for text in texts]
 
 
-def _require(condition: bool, text: str) -> None:
+def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(text)
+        raise ValueError(message)
 
 
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:

@@ -42,7 +42,7 @@ class Record:
     def validate(self, where: str) -> None:
         """Converts all values to the types of their fields, in place, and checks them.
 
-        Records in fields are replaced by validated copies. Raises UserError, whose message begins
+        Records in fields are replaced by validated copies. Raises UserError, whose message starts
         with `where`, for the reasons above.
         """
         values = vars(self)
@@ -61,7 +61,7 @@ class Record:
             super().__setattr__(name, value)
 
     def check(self) -> None:
-        """Raises UserError for impossible values; the message begins with the field's name."""
+        """Raises UserError for impossible values; the message starts with the field's name."""
 
     def override(self, name: str, value: Any) -> None:
         """Assigns a field by name; called for the command line and for studies."""
@@ -153,13 +153,11 @@ def find_fields(record: Record, path: str) -> list[tuple[str, Record, str]]:
     *parents, name = path.split('.')
     holders: dict[str, Any] = {'': record}
     for parent in parents:
-        holders = {
-            f'{where}{key}.': value
-            for where, holder in holders.items()
-            for key, value in (
-                holder.items() if parent == '*' else [(parent, getattr(holder, parent))]
-            )
-        }
+        children: dict[str, Any] = {}
+        for where, holder in holders.items():
+            items = holder if parent == '*' else {parent: getattr(holder, parent)}
+            children |= {f'{where}{key}.': child for key, child in items.items()}
+        holders = children
     return [(f'{where}{name}', holder, name) for where, holder in holders.items()]
 
 
@@ -172,10 +170,10 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 def all_records() -> list[type[Record]]:
     """Returns all record classes that are defined."""
-    found = [Record]
-    for cls in found:
-        found += cls.__subclasses__()
-    return found
+    classes = [Record]
+    for cls in classes:
+        classes += cls.__subclasses__()
+    return classes
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
@@ -330,7 +328,7 @@ def parse(options: tuple[Any, ...], value: Any, where: str) -> Any:
     """Parses a Python or JSON value of a field that may have any of these types.
 
     The first type that fits is used (see `field_options`). A record is returned as a validated
-    copy. Raises UserError, whose message begins with `where`, if the value has another type.
+    copy. Raises UserError, whose message starts with `where`, if the value has another type.
     """
     if isinstance(value, dict) and not _is_function_name(value):
         if kinds := record_types(options):

@@ -43,8 +43,10 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
     if not is_remote(text):
         return pathlib.Path(text).absolute()
     if not _BUCKET_PATH.fullmatch(text):
-        expected = 'expected a folder on a disk, or gs://BUCKET/FOLDER without any of ?#[]*'
-        raise UserError(f'{redact_url(text)}: {expected}')
+        raise UserError(
+            f'{redact_url(text)}: expected a folder on a disk, or gs://BUCKET/FOLDER without any '
+            'of ?#[]*'
+        )
     if importlib.util.find_spec('gcsfs') is None:
         raise UserError(f"{text}: gcsfs is not installed; run pip install 'vit_jax[gs]'")
     import fsspec.config
@@ -164,7 +166,8 @@ def read_digests(folder: Path) -> dict[str, str]:
 def move_bucket_folder(source: Path, target: Path) -> None:
     """Moves a folder on a bucket, object by object."""
     with usable(source):
-        (bucket, old), (_, new) = bucket_and_name(source), bucket_and_name(target)
+        bucket, old = bucket_and_name(source)
+        _, new = bucket_and_name(target)
         for blob in bucket.list_blobs(prefix=f'{old}/'):
             bucket.rename_blob(blob, new + blob.name.removeprefix(old))
 

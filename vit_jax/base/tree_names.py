@@ -43,9 +43,9 @@ class WrongLeaves(UserError):
     """Leaves are missing, unexpected, or of another shape or type."""
 
 
-def compare_leaves(found: Mapping[str, Any], expected: Mapping[str, Any], *, where: str) -> None:
-    """Raises WrongLeaves that lists missing, extra and wrong leaves of `found` (dtype or shape)."""
-    have = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in found.items()}
+def compare_leaves(actual: Mapping[str, Any], expected: Mapping[str, Any], *, where: str) -> None:
+    """Raises WrongLeaves with the missing, extra and wrong (dtype or shape) leaves of `actual`."""
+    have = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in actual.items()}
     want = {name: f'{leaf.dtype}{list(leaf.shape)}' for name, leaf in expected.items()}
     lines = [f'missing {name} {want[name]}' for name in want if name not in have]
     lines += [f'extra {name} {have[name]}' for name in have if name not in want]

@@ -226,15 +226,34 @@ def add_config_flags(
     """Adds --config, --config.FIELD, --helpfull and, if `workdir` is True, --workdir."""
     assert isinstance(parser, _Parser)
     parser.config_kind = kind
-    text = 'Python file that defines get_config(ARGUMENT), or the config.json of a work directory'
-    parser.add_argument('--config', required=required, metavar='FILE[:ARGUMENT]', help=text)
-    text = 'set any field of the configuration, such as --config.seed=1; the VALUE none unsets it'
-    parser.add_argument('--config.FIELD', default=argparse.SUPPRESS, metavar='VALUE', help=text)
+    add = parser.add_argument
+    add(
+        '--config',
+        required=required,
+        metavar='FILE[:ARGUMENT]',
+        help='Python file that defines get_config(ARGUMENT), or the config.json of a work '
+        'directory',
+    )
+    add(
+        '--config.FIELD',
+        default=argparse.SUPPRESS,
+        metavar='VALUE',
+        help='set any field of the configuration, such as --config.seed=1; '
+        'the VALUE none unsets it',
+    )
     if workdir:
-        text = 'output directory (of a training run: checkpoints and metrics)'
-        parser.add_argument('--workdir', required=required, metavar='DIR', help=text)
-    text = 'show this help, and the type, default and meaning of all fields of the configuration'
-    parser.add_argument('--helpfull', action=_HelpFull, nargs=0, help=text)
+        add(
+            '--workdir',
+            required=required,
+            metavar='DIR',
+            help='output directory (of a training run: checkpoints and metrics)',
+        )
+    add(
+        '--helpfull',
+        action=_HelpFull,
+        nargs=0,
+        help='show this help, and the type, default and meaning of all fields of the configuration',
+    )
 
 
 def new_job_parser(
@@ -250,13 +269,24 @@ def new_job_parser(
     """
     parser = new_parser(name, description)
     add_config_flags(parser, required=required)
-    text = 'resume even if the configuration has changed'
-    parser.add_argument('--accept_config_changes', action='store_true', help=text)
+    add = parser.add_argument
+    add(
+        '--accept_config_changes',
+        action='store_true',
+        help='resume even if the configuration has changed',
+    )
     if trains:
-        text = 'resume even if the data has changed'
-        parser.add_argument('--accept_data_changes', action='store_true', help=text)
-        text = 'write a profile of steps N+1 to M to WORKDIR/profile'
-        parser.add_argument('--profile_steps', type=_step_range, metavar='N:M', help=text)
+        add(
+            '--accept_data_changes',
+            action='store_true',
+            help='resume even if the data has changed',
+        )
+        add(
+            '--profile_steps',
+            type=_step_range,
+            metavar='N:M',
+            help='write a profile of steps N+1 to M to WORKDIR/profile',
+        )
     add_launch_flags(parser)
     return parser
 
@@ -264,17 +294,37 @@ def new_job_parser(
 def add_launch_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of jobs with several processes (see docs/multi_host.md)."""
     add = parser.add_argument_group('several hosts').add_argument
-    text = 'auto: connect to the other processes of a detected cluster; off: run a single process'
-    add('--distributed', choices=['auto', 'off'], default='auto', help=text)
+    add(
+        '--distributed',
+        choices=['auto', 'off'],
+        default='auto',
+        help='auto: connect to the other processes of a detected cluster; '
+        'off: run a single process',
+    )
     add('--coordinator_address', metavar='HOST:PORT', help="process 0's address; default: detected")
     add('--num_processes', type=int, metavar='N', help='processes on all hosts; default: detected')
     add('--process_id', type=int, metavar='I', help='process index, from 0; default: detected')
-    for name, text in {
-        'start_seconds': 'seconds to wait for the other processes (default: %(default)g)',
-        'heartbeat_seconds': 'seconds until a silent process counts as dead (default: %(default)g)',
-        'watchdog_seconds': 'exit if a step, batch or save takes S seconds (default: %(default)g)',
-    }.items():
-        add(f'--{name}', type=float, default=getattr(LaunchConfig, name), metavar='S', help=text)
+    add(
+        '--start_seconds',
+        type=float,
+        default=LaunchConfig.start_seconds,
+        metavar='S',
+        help='seconds to wait for the other processes (default: %(default)g)',
+    )
+    add(
+        '--heartbeat_seconds',
+        type=float,
+        default=LaunchConfig.heartbeat_seconds,
+        metavar='S',
+        help='seconds until a silent process counts as dead (default: %(default)g)',
+    )
+    add(
+        '--watchdog_seconds',
+        type=float,
+        default=LaunchConfig.watchdog_seconds,
+        metavar='S',
+        help='exit if a step, batch or save takes S seconds (default: %(default)g)',
+    )
 
 
 def parse_launch(arguments: argparse.Namespace) -> LaunchConfig:
@@ -287,10 +337,21 @@ def parse_launch(arguments: argparse.Namespace) -> LaunchConfig:
 
 def add_image_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of programs that load a model and run it on images."""
-    text = 'images per batch (default: 32)'
-    parser.add_argument('--batch_size', type=positive_int, default=32, metavar='N', help=text)
-    text = f'reject images with more pixels (default: {MAX_PIXELS:,})'
-    parser.add_argument('--max_pixels', type=_pixels, default=MAX_PIXELS, metavar='N', help=text)
+    add = parser.add_argument
+    add(
+        '--batch_size',
+        type=positive_int,
+        default=32,
+        metavar='N',
+        help='images per batch (default: 32)',
+    )
+    add(
+        '--max_pixels',
+        type=_pixels,
+        default=MAX_PIXELS,
+        metavar='N',
+        help=f'reject images with more pixels (default: {MAX_PIXELS:,})',
+    )
     add_checkpoint_flags(parser)
 
 
@@ -301,8 +362,11 @@ def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     add('--num_heads', type=positive_int, metavar='N', help='number of attention heads')
     add('--gelu', choices=['tanh', 'exact', 'quick'], help='formula of the GELU in MLPs')
     add('--layer_norm_epsilon', type=float, metavar='E', help='epsilon in LayerNorm')
-    text = 'function from num_classes to a flax head; or class vectors (docs/checkpoints.md)'
-    add('--head', metavar='FILE.py:FUNCTION|FILE.npz', help=text)
+    add(
+        '--head',
+        metavar='FILE.py:FUNCTION|FILE.npz',
+        help='function from num_classes to a flax head; or class vectors (docs/checkpoints.md)',
+    )
     add = parser.add_argument_group('changes to the model').add_argument
     add('--image_size', type=_pair, metavar='H,W', help='in pixels; resizes position embeddings')
     add('--patch_size', type=_pair, metavar='H,W', help='in pixels; resizes the patch embedding')

@@ -38,10 +38,10 @@ def read_config_file(given: str, kind: type[Any] = TrainConfig) -> Any:
         if not callable(getattr(module, 'get_config', None)):
             raise UserError(f'no function get_config(); {records.closest("get_config", functions)}')
         config = _call(module, argument)
-        returned = type(config).__name__
-        require(
-            isinstance(config, kind), f'get_config() returned {returned}; expected {kind.__name__}'
-        )
+        if not isinstance(config, kind):
+            raise UserError(
+                f'get_config() returned {type(config).__name__}; expected {kind.__name__}'
+            )
         return records.validate_copy(config, where='config')
 
 

@@ -25,7 +25,8 @@ class _Stream:
     """
 
     def __init__(self, stream: Any, name: str, *, is_needed: bool):
-        self._stream, self._name = stream, name
+        self._stream = stream
+        self._name = name
         self._is_needed = self.is_read = is_needed
 
     def __getattr__(self, name: str) -> Any:

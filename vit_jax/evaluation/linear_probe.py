@@ -96,7 +96,7 @@ def list_heads(config: LinearProbeConfig) -> list[HeadSettings]:
 
 
 def make_mask(config: LinearProbeConfig) -> Float[np.ndarray, 'h m 1 1']:
-    """Makes an array that is 1 for each vector that a head uses, and 0 elsewhere."""
+    """Makes an array that is 1 for each vector that a head uses, and 0 for the others."""
     num_blocks = max(config.blocks)
     rows = []
     for head in list_heads(config):

@@ -22,32 +22,73 @@ from vit_jax.training.sharpness import make_radius
 
 # Fields whose numbers are in `Values`.
 VALUES = (
-    'seed',
+    'augmentation.color_jitter',
+    'augmentation.cutmix',
+    'augmentation.erasing',
+    'augmentation.mixup',
+    'distillation.task_weight',
+    'distillation.temperature',
     'ema_decay',
     'loss.label_smoothing',
-    *(f'distillation.{name}' for name in ('task_weight', 'temperature')),
-    *(f'augmentation.{name}' for name in ('color_jitter', 'erasing', 'mixup', 'cutmix')),
-    *(f'regularization.{name}' for name in ('dropout', 'stochastic_depth')),
-    *(f'objective.{name}' for name in ('masked', 'replaced')),
-    *(f'optimizer.{name}' for name in ('weight_decay', 'head_weight_decay', 'clip_norm')),
-    *(f'optimizer.{name}' for name in ('b1', 'b2', 'epsilon', 'momentum')),
-    *(f'optimizer.sharpness.{name}' for name in ('rho', 'alpha')),
+    'objective.masked',
+    'objective.replaced',
+    'optimizer.b1',
+    'optimizer.b2',
+    'optimizer.clip_norm',
+    'optimizer.epsilon',
+    'optimizer.head_weight_decay',
+    'optimizer.momentum',
+    'optimizer.sharpness.alpha',
+    'optimizer.sharpness.rho',
+    'optimizer.weight_decay',
+    'regularization.dropout',
+    'regularization.stochastic_depth',
+    'seed',
 )
 _COMPUTED = 'ema_decay', 'optimizer.sharpness.rho'  # in `ema_rate` and `radii`, not in `numbers`
 # The arrays of `Values` are computed from these fields, which are not part of the structure.
-_FACTORS = 'optimizer.layer_decay', 'optimizer.lr_multipliers'
-DERIVED = 'schedule', 'total', 'optimizer.sharpness.rho_min', *_FACTORS
+DERIVED = (
+    'optimizer.layer_decay',
+    'optimizer.lr_multipliers',
+    'optimizer.sharpness.rho_min',
+    'schedule',
+    'total',
+)
 # Fields that select and read images, control the loop, or measure. The outputs that `metrics` need
 # are in the task.
-_DATA = 'data', 'train_split', 'eval_split', 'held_out', 'classes', 'loader', 'augmentation.crop'
-_READ = 'preprocessing.crop', 'preprocessing.exif_rotation'
-_START = 'start_from', 'reuse_head', 'init_head', 'hints'
-_TEACHER = 'distillation.teacher', 'distillation.digest'  # its architecture is in the structure
-_LOOP = 'patch_dropout_until', 'spike_deviations', 'max_skipped_steps', 'patience'
-_EVERY = tuple(f'{name}_every_steps' for name in ('log', 'eval', 'checkpoint'))
-_FILES = 'keep_checkpoints', 'keep_best', 'tensorboard', 'writers'
-_MEASURED = 'evals', 'eval_batch_size', 'fewshot', 'metrics', 'mesh.max_replicated_fraction'
-ON_HOST = *_DATA, *_READ, *_START, *_TEACHER, *_LOOP, *_EVERY, *_FILES, *_MEASURED
+ON_HOST = (
+    'augmentation.crop',
+    'checkpoint_every_steps',
+    'classes',
+    'data',
+    'distillation.digest',
+    'distillation.teacher',  # its architecture is in the structure
+    'eval_batch_size',
+    'eval_every_steps',
+    'eval_split',
+    'evals',
+    'fewshot',
+    'held_out',
+    'hints',
+    'init_head',
+    'keep_best',
+    'keep_checkpoints',
+    'loader',
+    'log_every_steps',
+    'max_skipped_steps',
+    'mesh.max_replicated_fraction',
+    'metrics',
+    'patch_dropout_until',
+    'patience',
+    'preprocessing.crop',
+    'preprocessing.exif_rotation',
+    'reuse_head',
+    'spike_deviations',
+    'start_from',
+    'tensorboard',
+    'train_split',
+    'writers',
+)
 
 ARGUMENT = 'not known before the program runs'  # stands for a value in a structure
 
@@ -123,7 +164,7 @@ def _find_numbers(config: TrainConfig) -> dict[str, Any]:
 def _find(config: TrainConfig, path: str) -> tuple[Record | None, str]:
     """Returns the record that has the field with this path, and the name of the field.
 
-    The record is None if it is absent, a function, or a record of another class.
+    The record is None if it is absent or a function, or if it is an objective of another class.
     """
     *parents, name = path.split('.')
     record: Any = config
@@ -131,7 +172,9 @@ def _find(config: TrainConfig, path: str) -> tuple[Record | None, str]:
         record = getattr(record, parent)
         if not isinstance(record, Record):
             return None, name
-    return (record if hasattr(record, name) else None), name
+    if record is config.objective and name not in records.field_types(type(record)):
+        return None, name
+    return record, name
 
 
 def contains_function(value: Any) -> bool:

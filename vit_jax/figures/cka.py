@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
 
 from vit_jax.analysis import cka
 from vit_jax.base import Array, Batch, Float
@@ -31,10 +30,10 @@ compute_terms = jax.jit(cka.terms)  # of Gram matrices
 
 def compute(images: Images, *models: PlacedModel) -> Numbers:
     """Returns `cka` (t t) of all layers, and the names `layers` (t) and `models` (t)."""
-    return similarity(images, models, layers.all_layers)
+    return compare_layers(images, models, layers.all_layers)
 
 
-def similarity(
+def compare_layers(
     images: Images, models: Sequence[PlacedModel], choose: Callable[[ModelConfig], list[Layer]]
 ) -> Numbers:
     """Returns the numbers of `compute` for the layers that `choose` selects."""
@@ -55,7 +54,7 @@ def similarity(
     layer_names = [str(layer) for chosen in layers_of_models for layer in chosen]
     model_names = [model.name for model in models]
     return {
-        'cka': ratio(terms()),
+        'cka': compute_cka(terms()),
         'layers': np.array(layer_names),
         'models': np.repeat(model_names, [len(chosen) for chosen in layers_of_models]),
     }
@@ -72,7 +71,7 @@ def gram_matrices(
     return lambda batch: layers.stack_layers(capture(batch), chosen)
 
 
-def ratio(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
+def compute_cka(terms: Iterable[cka.Terms]) -> Float[np.ndarray, 't s']:
     """Returns CKA from the terms of all batches, summed in float64."""
     on_host = ([np.asarray(term, np.float64) for term in batch] for batch in terms)
     total = functools.reduce(lambda left, right: [*map(np.add, left, right)], on_host)
@@ -106,7 +105,7 @@ def draw(numbers: Numbers) -> style.Drawing:
     return drawing
 
 
-def draw_matrix(axes: Axes, values: Float[np.ndarray, 't t'], names: np.ndarray) -> None:
+def draw_matrix(axes: style.Axes, values: Float[np.ndarray, 't t'], names: np.ndarray) -> None:
     """Draws a matrix of layers, with a tick at the start of blocks or units."""
     axes.imshow(values, interpolation='nearest', **style.UNIT_RANGE)
     ticks: dict[int, str] = {}

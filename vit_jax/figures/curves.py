@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from matplotlib.ticker import EngFormatter, NullLocator, PercentFormatter
 
 from vit_jax.base import Float
 from vit_jax.evaluation.calibration import Calibration
 from vit_jax.figures import style
 
-_WIDTH, _HEIGHT = 8.0, 4.2  # inches
-_LETTERS, _LONGEST = 80, 28  # characters that fit below the x axis; characters of one tick label
+_WIDTH = 8.0  # inches
+_HEIGHT = 4.2  # inches
+_LETTERS = 80  # characters that fit below the x axis
+_LONGEST = 28  # characters of a tick label
 
 
 class Curve(NamedTuple):
@@ -41,6 +42,8 @@ def draw_curves(
       y: Label of the y axis.
       scale: Scale of the y axis. `magnitudes` is logarithmic; `percent` shows 1 as 100 %.
     """
+    from matplotlib.ticker import PercentFormatter
+
     drawing = style.canvas(_WIDTH, _HEIGHT, title)
     axes = drawing.subplots()
     for curve in drawn:
@@ -66,6 +69,8 @@ def draw_reliability(found: Calibration) -> style.Drawing:
     Uses the half of the images to which the temperature was not fitted. The area of a point is
     proportional to the number of images in its bin.
     """
+    from matplotlib.ticker import PercentFormatter
+
     drawing = style.canvas(5.6, 5.6, 'Accuracy by confidence (test half)')
     axes = drawing.subplots()
     axes.plot([0, 1], [0, 1], color='0.6', linestyle='--', label='calibrated')
@@ -117,6 +122,8 @@ def draw_means(
       percent: Whether to show y in percent.
       logarithmic: Whether the x axis is logarithmic.
     """
+    from matplotlib.ticker import EngFormatter, NullLocator, PercentFormatter
+
     drawing = style.canvas(_WIDTH, _HEIGHT, title)
     axes = drawing.subplots()
     for place, line in enumerate(drawn):

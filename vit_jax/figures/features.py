@@ -9,7 +9,6 @@ colors in all photos, and the framed patch is similar to its own object only.
 """
 
 import numpy as np
-from matplotlib.patches import Rectangle
 
 from vit_jax.analysis import residual
 from vit_jax.figures import layers, style
@@ -55,6 +54,8 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
 
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws each image with its components and its similarities."""
+    from matplotlib.patches import Rectangle
+
     images = numbers['images']
     similarity = numbers['similarity']
     height, width = images.shape[1:3]

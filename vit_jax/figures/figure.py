@@ -25,7 +25,7 @@ from vit_jax.models import ResNetConfig, ViTConfig, with_highest_precision
 from vit_jax.models.taps import Reduction
 from vit_jax.pretrained import LoadedModel
 
-# Figures in the order of the page. Their modules need matplotlib, an extra.
+# Figures in the order of the page. Their functions that draw need matplotlib, an extra.
 NAMES = (
     'filters',
     'positions',

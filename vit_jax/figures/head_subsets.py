@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.analysis import cka as analysis
+from vit_jax.analysis.cka import Terms, centered_gram
 from vit_jax.base import Array, Float, Int, UserError
 from vit_jax.figures import cka, layers, style
 from vit_jax.figures.attention_distance import mean_distance
@@ -37,7 +37,7 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
     lower = lower[: max(1, len(lower) // 2)][:_MOST_LAYERS]
 
     def grams_of_heads(mixed: Float[Array, 'b n k e']) -> Float[Array, 'k b b']:
-        return jax.vmap(analysis.centered_gram, in_axes=2)(mixed)
+        return jax.vmap(centered_gram, in_axes=2)(mixed)
 
     wanted = {'attention/weights': mean_distance(vit), 'attention/heads': grams_of_heads}
     captures = list(images.capture(vit, wanted))
@@ -47,14 +47,14 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
     subsets = _windows(distance)
     resnet_grams = cka.gram_matrices(resnet, lower)
 
-    def terms() -> Iterator[analysis.Terms]:
+    def terms() -> Iterator[Terms]:
         for vit_grams, batch in zip(head_grams, images.batches(resnet), strict=True):
             # The Gram matrix of concatenated heads is the sum of their Gram matrices.
             subset_grams = jnp.einsum('sk,kij->sij', subsets, vit_grams, precision='highest')
             yield cka.compute_terms(subset_grams, resnet_grams(batch))
 
     return {
-        'cka': cka.ratio(terms()),
+        'cka': cka.compute_cka(terms()),
         'distance': subsets @ distance / subsets.sum(axis=1),
         'layers': np.array([str(layer) for layer in lower]),
     }

@@ -9,7 +9,6 @@ token, and much less for models that average all tokens and for ResNets.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.patches import Rectangle
 
 from vit_jax.analysis.cka import Terms, centered_gram, terms
 from vit_jax.base import Array, Float, Params, UserError
@@ -28,9 +27,11 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
     """
     config = model.loaded.config
     rows, columns = config.grid
-    prefix = class_tokens = 0
+    prefix = 0
+    class_tokens = 0
     if not isinstance(config, ResNetConfig):
-        prefix, class_tokens = config.num_prefix_tokens, config.num_class_tokens
+        prefix = config.num_prefix_tokens
+        class_tokens = config.num_class_tokens
     last = layers.output_layers(config)[-1:]
     wanted = layers.same_reduction(last, lambda x: x.reshape(len(x), -1, x.shape[-1]))
 
@@ -40,7 +41,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
         tokens = jnp.concatenate([x[:, :class_tokens], x[:, prefix:]], axis=1)
         return compare_with_patches(tokens, split_into_patches(pixels, (rows, columns)))
 
-    values = cka.ratio(map(model.compile(batch_terms), images.batches(model)))
+    values = cka.compute_cka(map(model.compile(batch_terms), images.batches(model)))
     places = [(-1, -1)] * class_tokens + [(i, j) for i in range(rows) for j in range(columns)]
     return {'cka': values.reshape(-1, rows, columns), 'tokens': np.array(places)}
 
@@ -87,6 +88,8 @@ def compare_with_patches(
 
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws tiles of the class tokens, and of tokens evenly spread over the grid."""
+    from matplotlib.patches import Rectangle
+
     values = numbers['cka']
     tokens = numbers['tokens']
     kept = [style.evenly(n, _TILES) for n in values.shape[1:]]

@@ -9,7 +9,6 @@ models with registers, the registers have large norms and the patches do not.
 
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.colors import to_rgba
 
 from vit_jax.base import UserError
 from vit_jax.figures import style
@@ -49,6 +48,8 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
 
 def draw(numbers: Numbers) -> style.Drawing:
     """Draws the norms over the depth, and photos with outliers, of each model."""
+    from matplotlib.colors import to_rgba
+
     names = numbers['names'].tolist()
     title = 'Norms of tokens after each block, and outliers of the last block'
     drawing = style.canvas(max(6.4, 4.4 * len(names)), 6.0, title)

@@ -18,7 +18,9 @@ from vit_jax.figures import curves, layers, style
 from vit_jax.figures.figure import Figure, Images, Numbers, PlacedModel
 from vit_jax.models import ResNetConfig
 
-_SEEDS, _SHOTS, _MOST_IMAGES = (0, 1, 2), 10, 2048
+_SEEDS = (0, 1, 2)
+_SHOTS = 10
+_MOST_IMAGES = 2048
 _ALONG = 3  # single patches per side of the grid, 9 in total
 
 
@@ -40,8 +42,14 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
 
     def accuracies(features: Float[np.ndarray, 'i d']) -> list[float]:
         test = Labeled(features[tested], labels[tested])
-        features_of, draws = features[train].__getitem__, {'shots': [_SHOTS], 'seeds': _SEEDS}
-        result = ridge.few_shot(labels[train], test, features_of=features_of, l2=ridge.L2, **draws)
+        result = ridge.few_shot(
+            labels[train],
+            test,
+            features_of=features[train].__getitem__,
+            l2=ridge.L2,
+            shots=[_SHOTS],
+            seeds=_SEEDS,
+        )
         return [*result.accuracies.values()]
 
     by_series: dict[str, list[tuple[float, float]]] = {}
@@ -106,8 +114,13 @@ def draw(numbers: Numbers) -> style.Drawing:
         exists = ~np.isnan(accuracy)
         depth = np.linspace(0, 1, np.count_nonzero(exists))
         lines.append(curves.MeanCurve(name, depth, accuracy[exists], deviation[exists]))
-    x, y = 'relative depth (0 is next to the image)', 'accuracy'
-    return curves.draw_means(f'{title}{tested:,} test images', lines, x=x, y=y, percent=True)
+    return curves.draw_means(
+        f'{title}{tested:,} test images',
+        lines,
+        x='relative depth (0 is next to the image)',
+        y='accuracy',
+        percent=True,
+    )
 
 
 def finding(numbers: Numbers) -> str:

@@ -34,8 +34,7 @@ def compute(images: Images, model: PlacedModel) -> Numbers:
         names = [names[i] for i in style.evenly(len(names), _LAYERS)]
         taps = [[Layer(f'{unit}/{part}') for unit in names] for part in ('norm3', 'out')]
         # Units differ in their number of channels, so each needs its own pass.
-        before, after = ([_fields(images, model, [one])[0] for one in part] for part in taps)
-        fields = np.array([before, after])
+        fields = np.array([[_fields(images, model, [one])[0] for one in part] for part in taps])
     else:
         blocks = style.evenly(config.depth, _LAYERS)
         taps = [[Layer(tap, block) for block in blocks] for tap in ('attention/out', 'tokens')]
@@ -82,8 +81,8 @@ def receptive_fields(
 ) -> Float[Array, 'l h w']:
     """Computes the mean absolute gradient of each layer's center feature with respect to pixels.
 
-    These are effective receptive fields (Luo et al. 2016). This takes one backward pass per
-    layer and channel, one at a time.
+    The results are effective receptive fields (Luo et al. 2016). Costs one backward pass per layer
+    and channel.
 
     Args:
       centers: Maps images to the d features at the center of each of l layers. The features of an

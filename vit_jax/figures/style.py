@@ -1,26 +1,29 @@
 """The style of all drawings: matplotlib settings, lines, legends, mosaics of tiles.
 
-A drawing is a `matplotlib.figure.Figure`, used without pyplot: no display, no global state.
+A drawing is a `matplotlib.figure.Figure`, used without pyplot: no display, no global state. Only
+functions that draw import matplotlib, because it is an extra.
 """
 
 import io
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
-import matplotlib.style
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from vit_jax.base import Float
 
+if TYPE_CHECKING:
+    import matplotlib.axes
+    import matplotlib.figure
+
+    Axes = matplotlib.axes.Axes
+    Drawing = matplotlib.figure.Figure
+else:
+    Axes = Any
+    Drawing = Any
+
 P = ParamSpec('P')
-Drawing = Figure  # `figure.Figure` is another class
 
 # Safe for color-blind readers; line colors by Okabe and Ito.
 SEQUENTIAL = 'viridis'
@@ -46,6 +49,8 @@ def png(draw: Callable[P, Drawing], *args: P.args, **kwargs: P.kwargs) -> bytes:
 
     Settings of the user (matplotlibrc) are ignored. Equal arguments give equal bytes.
     """
+    import matplotlib.style
+
     file = io.BytesIO()
     with matplotlib.style.context(SETTINGS, after_reset=True):
         drawing = draw(*args, **kwargs)
@@ -55,7 +60,10 @@ def png(draw: Callable[P, Drawing], *args: P.args, **kwargs: P.kwargs) -> bytes:
 
 def canvas(width: float, height: float, title: str) -> Drawing:
     """Returns an empty drawing with a title. Its size in inches is at least 5 x 2.5."""
-    drawing = Drawing(figsize=(max(5, width), max(2.5, height)), dpi=160, layout='compressed')
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(max(5, width), max(2.5, height)), dpi=160, layout='compressed')
     FigureCanvasAgg(drawing)
     drawing.suptitle('\n'.join(textwrap.wrap(title, count_letters(drawing.get_figwidth() / 1.15))))
     return drawing
@@ -132,6 +140,8 @@ def label_depth_axis(axes: Axes, unit: str = 'block') -> None:
 
 def use_log_scale(axes: Axes) -> None:
     """Sets a logarithmic y axis with ticks such as 0.5, 1, 2, 5."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     axes.set_yscale('log')
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter('{x:g}')
@@ -142,6 +152,9 @@ def add_colorbar(
     axes: Any, label: str, *, low: float = 0.0, high: float = 1.0, cmap: str = SEQUENTIAL
 ) -> None:
     """Adds a color bar next to one axes object or an array of them."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     mappable = ScalarMappable(Normalize(low, high), cmap)
     drawing = np.ravel(axes)[0].figure
     drawing.colorbar(mappable, ax=axes, label=label, fraction=0.05, pad=0.02, aspect=30)

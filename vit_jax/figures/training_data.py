@@ -25,7 +25,7 @@ def compute(images: Images, *models: PlacedModel) -> Numbers:
         raise UserError(
             f'needs another model with the architecture of {first.name}, the first CHECKPOINT'
         )
-    numbers = cka.similarity(images, [first, *compared], layers.output_layers)
+    numbers = cka.compare_layers(images, [first, *compared], layers.output_layers)
     count = len(layers.output_layers(first.loaded.config))
     blocks = numbers['cka'][:count].reshape(count, -1, count)
     return {

@@ -28,9 +28,10 @@ class Decoder(NamedTuple):
 
 
 class DecoderModule(nn.Module):
-    """Blocks over encoded visible patches and a mask token for each other patch, and a linear head.
+    """A decoder of all patches: blocks and a linear head.
 
-    The prefix tokens are decoded too, but have no outputs.
+    Its inputs are encoded tokens at visible patches and mask tokens at the others. The prefix
+    tokens are decoded too, but have no outputs.
     """
 
     config: ViTConfig  # the blocks, with the num_prefix_tokens of the encoder

@@ -68,15 +68,20 @@ class Regularization(Record):
             return
         field = f'regularization.patch_dropout={self.patch_dropout:g}'
         if model.patch_outputs is not None:
-            reason = 'patch_outputs (config.objective), which predicts all patches'
-            raise UserError(f'{field}: not supported with {reason}; set it to 0')
+            raise UserError(
+                f'{field}: not supported with patch_outputs (config.objective), which predicts all '
+                'patches; set it to 0'
+            )
         if model.positions in RELATIVE:
-            reason = f'positions={model.positions}, whose offsets need all patches'
-            raise UserError(f'{field}: not supported with {reason}; set it to 0')
+            raise UserError(
+                f'{field}: not supported with positions={model.positions}, whose offsets need all '
+                'patches; set it to 0'
+            )
         patches = model.num_tokens - model.num_prefix_tokens
         if self.num_kept(patches) == 0:
-            expected = 'expected at least one; set a smaller rate'
-            raise UserError(f'{field}: keeps no patch of {patches}; {expected}')
+            raise UserError(
+                f'{field}: keeps no patch of {patches}; expected at least one; set a smaller rate'
+            )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -184,13 +189,13 @@ def _check_supported(compute: Compute, model: ViTConfig, platform: str, *, is_ra
     remedy = 'set compute.attention=auto'
     needed = _KERNEL_PLATFORMS.get(kernel, platform)
     if platform != needed:
-        devices = f'expected a {needed.upper()}, got a {platform.upper()}'
-        raise UserError(f'{field}: {devices}; {remedy}')
+        raise UserError(f'{field}: expected a {needed.upper()}, got a {platform.upper()}; {remedy}')
     if kernel not in ('auto', 'xla') and model.positions in RELATIVE:
         raise UserError(f'{field}: not supported with positions={model.positions}; {remedy}')
     if kernel == 'cudnn' and compute.dtype != 'bfloat16':
-        dtypes = f'expected compute.dtype=bfloat16, got {compute.dtype}'
-        raise UserError(f'{field}: {dtypes}; set it, or {remedy}')
+        raise UserError(
+            f'{field}: expected compute.dtype=bfloat16, got {compute.dtype}; set it, or {remedy}'
+        )
     if compute.last_block == 'class_tokens':
         _check_class_tokens_suffice(model, is_random=is_random)
 
@@ -200,8 +205,10 @@ def _check_class_tokens_suffice(model: ViTConfig, *, is_random: bool) -> None:
     field = 'compute.last_block=class_tokens'
     remedy = 'set compute.last_block=auto'
     if model.num_tokens_read is None:
-        values = f'pool={model.pool}, patch_outputs={model.patch_outputs}'
-        raise UserError(f'{field}: the head reads patches ({values}); {remedy}')
+        raise UserError(
+            f'{field}: the head reads patches (pool={model.pool}, '
+            f'patch_outputs={model.patch_outputs}); {remedy}'
+        )
     if is_random:
         raise UserError(f'{field}: not supported with dropout or stochastic depth; {remedy}')
 

@@ -79,8 +79,9 @@ class ArchitectureConfig(Record):
         if not math.isfinite(self.head_bias):
             raise UserError(f'head_bias={self.head_bias}: expected a finite number')
         if self.head != 'linear' and self.head_bias != 0:
-            reason = 'as only head=linear supports it'
-            raise UserError(f'head_bias={self.head_bias}: expected 0, {reason}')
+            raise UserError(
+                f'head_bias={self.head_bias}: expected 0, as only head=linear supports it'
+            )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -151,8 +152,9 @@ class ViTConfig(ArchitectureConfig):
         if self.parallel and self.blocks_without_skips:
             raise UserError('blocks_without_skips: not supported with parallel=true; leave it out')
         if self.width % self.num_heads:
-            expected = f'expected a multiple of num_heads={self.num_heads}'
-            raise UserError(f'width={self.width}: {expected}')
+            raise UserError(
+                f'width={self.width}: expected a multiple of num_heads={self.num_heads}'
+            )
         self._check_positions()
 
     def _check_positions(self) -> None:
@@ -160,15 +162,20 @@ class ViTConfig(ArchitectureConfig):
         rotary = dict.fromkeys(ROTARY, 4 * self.num_heads)
         factor = (WIDTH_MULTIPLES | rotary).get(self.positions, 1)
         if self.width % factor:
-            expected = f'expected a multiple of {factor} for positions={self.positions}'
-            raise UserError(f'width={self.width}: {expected}')
+            raise UserError(
+                f'width={self.width}: expected a multiple of {factor} for '
+                f'positions={self.positions}'
+            )
         is_square = math.isqrt(self.registers) ** 2 == self.registers
         if self.positions == 'learned_rope' and not is_square:
-            expected = 'expected a square number for positions=learned_rope'
-            raise UserError(f'registers={self.registers}: {expected}')
+            raise UserError(
+                f'registers={self.registers}: expected a square number for positions=learned_rope'
+            )
         if self.positions_at != 'stem' and self.positions not in WIDTH_MULTIPLES:
-            reason = f'not supported with positions={self.positions}; leave positions_at out'
-            raise UserError(f'positions_at={self.positions_at}: {reason}')
+            raise UserError(
+                f'positions_at={self.positions_at}: not supported with '
+                f'positions={self.positions}; leave positions_at out'
+            )
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -183,8 +190,10 @@ class ViTConfig(ArchitectureConfig):
         p, q = self.patch_size
         if height < p or width < q:
             array = 'feature map' if self.backbone is not None else 'image'
-            expected = f'expected at most {height}x{width}, the size of the {array}'
-            raise UserError(f'patch_size={self.patch_size}: {expected}')
+            raise UserError(
+                f'patch_size={self.patch_size}: expected at most {height}x{width}, the size of '
+                f'the {array}'
+            )
         return height // p, width // q
 
     @property

@@ -100,8 +100,10 @@ def make_head(config: ModelConfig) -> nn.Module | None:
     if cosine := re.fullmatch(r'cosine(?::(\d+))?', config.head):
         projection = int(cosine[1]) if cosine[1] else None
         return CosineHead(config.num_classes, projection)
-    expected = 'expected linear, cosine, cosine:WIDTH or f(num_classes) -> flax module'
-    raise UserError(f'model.head={config.head!r}: {expected}')
+    raise UserError(
+        f'model.head={config.head!r}: expected linear, cosine, cosine:WIDTH or '
+        'f(num_classes) -> flax module'
+    )
 
 
 def compute_logits(config: ModelConfig, head: Any, features: Float[Array, '*n d']) -> Array:

@@ -107,8 +107,9 @@ def build_validated(
 
     def apply(params: Params, images: Images, key: DropoutKey = None, **options: Any) -> Any:
         if images.shape[1:] != shape:
-            got = f'got (height, width, channels) {images.shape[1:]}'
-            raise UserError(f'images: {got}; expected {shape}')
+            raise UserError(
+                f'images: got (height, width, channels) {images.shape[1:]}; expected {shape}'
+            )
         if key is None:
             return module.apply({'params': params}, images, **options)
         return training_module.apply({'params': params}, images, rngs={'dropout': key}, **options)
@@ -157,8 +158,9 @@ def make_module(config: ModelConfig, regularization: Regularization, compute: Co
         regularization.check_model(config)
         return ViT(config, regularization, compute, make_head(config))
     if regularization != Regularization():
-        unsupported = 'a ResNet supports no dropout, stochastic depth or PatchDropout'
-        raise UserError(f'{regularization}: {unsupported}')
+        raise UserError(
+            f'{regularization}: a ResNet supports no dropout, stochastic depth or PatchDropout'
+        )
     return ResNetClassifier(config, compute, make_head(config))
 
 

@@ -2,8 +2,8 @@
 
 The first part is the model: its layers, the block, the encoder, and `ViT`, which joins them. The
 second part, "Fast paths", exists only because XLA runs it faster. To read the model, it suffices to
-know that `Dense` is a dense layer, that `slice_first_tokens` returns all tokens except in a last
-block for class tokens, and that `run_blocks_for_first_tokens` applies all blocks.
+know that `Dense` is a dense layer, that `slice_first_tokens` returns all tokens, except in a last
+block that computes only class tokens, and that `run_blocks_for_first_tokens` applies all blocks.
 """
 
 import functools
@@ -356,7 +356,7 @@ class AttentionPool(ViTModule):
 
 
 class ViT(ViTModule):
-    """Vision Transformer from images to an `OutputKind`.
+    """Vision Transformer that maps images to one of `OutputKind`.
 
     Without a head, it returns features in place of logits. `corruption` replaces patch embeddings.
     Only `kept_patches` are encoded; None: those that PatchDropout keeps.
@@ -524,7 +524,7 @@ def run_blocks_for_first_tokens(
     shared_positions: SharedPositions,
     num_tokens_read: int | None,
 ) -> FirstTokens:
-    """Applies all blocks, of which the last computes only the tokens that are read.
+    """Applies all blocks; the last block computes only the tokens that are read.
 
     This saves 7 % of the multiply-adds of B/16. Dropout and stochastic depth prevent it.
     """
@@ -532,8 +532,9 @@ def run_blocks_for_first_tokens(
     stacked = encoder.variables['params']['block'], constants
     depths = {len(leaf) for leaf in jax.tree.leaves(stacked)}
     if depths != {depth}:
-        expected = f'expected {depth} blocks'
-        raise UserError(f'encoder/block: parameters of {max(depths)} blocks; {expected}')
+        raise UserError(
+            f'encoder/block: parameters of {max(depths)} blocks; expected {depth} blocks'
+        )
     block = encoder.child(Block, parent=None)
     last_block = encoder.child(Block, parent=None, num_tokens_read=num_tokens_read)
 

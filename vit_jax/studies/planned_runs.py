@@ -1,4 +1,4 @@
-"""Plans the runs of a study in order, and tells which are complete.
+"""Plans the runs of a study in order, and finds the complete ones.
 
 In the directory of the study, GRID/VALUE-VALUE-seedN is the work directory of a run and
 GRID/VALUE-VALUE-seedN.json its configuration.

@@ -1,8 +1,8 @@
 """The training loop.
 
 `fit` runs the update for each step, and meanwhile reads the metrics of the previous step. Its
-`actions` evaluate or save the state at intervals. `Clock` measures
-where the time goes. `profile_steps` profiles some steps with jax's profiler.
+`actions` evaluate or save the state at intervals. `Clock` measures where the time goes.
+`profile_steps` profiles some steps with jax's profiler.
 """
 
 import contextlib

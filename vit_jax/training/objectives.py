@@ -1,12 +1,13 @@
 """Configurations of the tasks: masked patches, masked autoencoder, and learning from a teacher."""
 
 import dataclasses
+import math
 from typing import ClassVar, Literal
 
 from vit_jax.base import records
 
-# Name of the parameters that are trained beside the model, such as a decoder. They are no part of
-# the model, so checkpoints store them with the state of the optimizer.
+# Name of the task's own parameters, such as a decoder. Checkpoints store them with the optimizer
+# state, because they are not part of the model.
 TASK = 'task'
 Target = Literal['mean_color', 'colors_4x4', 'pixels']
 # Fields of classification; * stands for the name of any evaluation. A field that a task does not
@@ -34,8 +35,10 @@ class MaskedPatches(records.Record):
     def check(self) -> None:
         records.require_between(self, 'fraction', above=0, high=1)
         records.require_between(self, 'masked', 'replaced', low=0, high=1)
-        wrong = f'masked={self.masked:g}, replaced={self.replaced:g}: expected a sum of at most 1'
-        records.require(self.masked + self.replaced <= 1 + 1e-6, wrong)
+        records.require(
+            self.masked + self.replaced <= 1 + 1e-6,
+            f'masked={self.masked:g}, replaced={self.replaced:g}: expected a sum of at most 1',
+        )
 
     def num_corrupted(self, patches: int) -> int:
         """Returns the number of corrupted patches in an image with this number of patches."""
@@ -61,9 +64,11 @@ class MaskedAutoencoder(records.Record):
     def check(self) -> None:
         records.require_between(self, 'fraction', above=0, below=1)
         records.require_between(self, 'decoder_depth', 'decoder_width', 'decoder_heads', low=1)
-        wrong = f'decoder_width={self.decoder_width}: expected a multiple of 4 and of'
-        fits = self.decoder_width % 4 == 0 == self.decoder_width % self.decoder_heads
-        records.require(fits, f'{wrong} decoder_heads={self.decoder_heads}')
+        records.require(
+            self.decoder_width % math.lcm(4, self.decoder_heads) == 0,
+            f'decoder_width={self.decoder_width}: expected a multiple of 4 and of '
+            f'decoder_heads={self.decoder_heads}',
+        )
 
     def num_visible(self, patches: int) -> int:
         """Returns the number of visible patches in an image with this number of patches."""
@@ -97,9 +102,15 @@ class Distillation(records.Record):
         records.require_between(self, 'temperature', above=0)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            wrong = f'{field.name}={value}: not used without a teacher; set teacher=CHECKPOINT'
-            records.require(self.teacher is not None or value == field.default, wrong)
-        wrong = f'temperature={self.temperature:g}: not used with kind={self.kind}; leave it out'
-        records.require(self.temperature == 1 or self.kind in ('kl', 'token_kl'), wrong)
-        wrong = f'task_weight=0: expected more than 0 with kind={self.kind}, to train both heads'
-        records.require(self.task_weight > 0 or 'token' not in self.kind, wrong)
+            records.require(
+                self.teacher is not None or value == field.default,
+                f'{field.name}={value}: not used without a teacher; set teacher=CHECKPOINT',
+            )
+        records.require(
+            self.temperature == 1 or self.kind in ('kl', 'token_kl'),
+            f'temperature={self.temperature:g}: not used with kind={self.kind}; leave it out',
+        )
+        records.require(
+            self.task_weight > 0 or 'token' not in self.kind,
+            f'task_weight=0: expected more than 0 with kind={self.kind}, to train both heads',
+        )

@@ -75,7 +75,7 @@ class ParamGroups(NamedTuple):
 
     @property
     def trainable(self) -> Any:
-        """Tree of booleans that tell whether any part of a leaf is trained."""
+        """Tree of booleans: True if any part of the leaf is trained."""
         return jax.tree.map(lambda trained: bool(np.any(trained)), self.trained)
 
 
@@ -111,10 +111,9 @@ def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
     for pattern in config.frozen:
         factors = multiply_matched(pattern, 0.0, 'frozen')
     decayed: dict[str, Any] = {}
-    for rule in _decay_rules(config):
-        if not rule.amount:
-            continue
-        matches_pattern = tree_names.match_mask(params, config.decay_pattern)
+    rules = [rule for rule in _decay_rules(config) if rule.amount]
+    matches_pattern = tree_names.match_mask(params, config.decay_pattern) if rules else None
+    for rule in rules:
         is_in_part = tree_names.match_mask(params, rule.pattern)
         mask = jax.tree.map(operator.and_, matches_pattern, is_in_part)
         records.require(

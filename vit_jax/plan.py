@@ -18,7 +18,7 @@ from vit_jax.checkpoints.transfer import with_patch_size
 from vit_jax.cli import app
 from vit_jax.distributed import meshes
 from vit_jax.experiment.build import build_experiment
-from vit_jax.models import count_multiply_adds, count_params
+from vit_jax.models import count_params
 from vit_jax.planning import ahead_of_time, memory_plan
 from vit_jax.planning.ahead_of_time import GIB, DoesNotFitError
 from vit_jax.planning.memory_plan import StepMemory
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     if update := memory_plan.count_update_operations(config.optimizer, params, mesh):
         passes = 2 if (config.optimizer.sharpness or Sam(rho=0)).rho else 1
         regularization = variant.regularize(config.regularization)
-        forward = count_multiply_adds(model, regularization=regularization)
+        forward = experiment.task.count_multiply_adds(config, model, regularization)
         share = update / (6 * passes * forward * batch_size / count)
         print(f'optimizer   muon: {update / 1e12:.3g} TFLOP per step on each device, ', end='')
         print(f"{share:.1%} of the model's")

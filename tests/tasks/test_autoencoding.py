@@ -24,7 +24,7 @@ from vit_jax.planning import ahead_of_time
 from vit_jax.tasks.autoencoding import make_autoencoder_sums
 from vit_jax.tasks.making import make_task
 from vit_jax.training.duration import Duration
-from vit_jax.training.objectives import TASK, MaskedAutoencoder
+from vit_jax.training.objectives import TASK_PARAMS, MaskedAutoencoder
 
 # Written by ViTMAEForPreTraining (transformers 5.24) with random parameters, images and noise:
 # its loss with and without normalized pixels, and the gradients of the first.
@@ -115,7 +115,7 @@ def ours(arrays, prefix):
         'cls': arrays['vit.embeddings.cls_token'],
         'embedding': embedding,
         'encoder': encoder,
-        TASK: task,
+        TASK_PARAMS: task,
     }
     if prefix == 'param/':
         params['pos_embedding'] = arrays['vit.embeddings.position_embeddings']
@@ -148,7 +148,7 @@ def test_loss_and_gradients_are_those_of_transformers(compute):
     assert found == pytest.approx(float(arrays['loss']), rel=1e-5)
     theirs = named_leaves(ours(arrays, 'gradient/'))
     mine = named_leaves(gradients)
-    assert mine.keys() - theirs.keys() == {'pos_embedding', f'{TASK}/pos_embedding'}
+    assert mine.keys() - theirs.keys() == {'pos_embedding', f'{TASK_PARAMS}/pos_embedding'}
     for name, gradient in theirs.items():  # the largest gradients are about 1
         np.testing.assert_allclose(mine[name], gradient, atol=2e-5, err_msg=name)
 
@@ -209,7 +209,7 @@ def test_encoder_and_decoder_have_each_the_fastest_attention():
     batch = {'images': jnp.zeros(shape), 'mask': jnp.ones(2, bool)}
     batch |= {name: jnp.arange(2) for name in ('example', 'epoch')}
     params = jax.eval_shape(
-        lambda key: model.init(key) | {TASK: task.init_params(config, architecture, key)},
+        lambda key: model.init(key) | {TASK_PARAMS: task.init_params(config, architecture, key)},
         jax.random.key(0),
     )
     sums = task.train_sums(config, model, lambda images: images)
@@ -279,9 +279,9 @@ def test_a_folder_of_images_without_classes_is_enough(tmp_path, capsys):
 @pytest.mark.gate
 def test_the_checkpoint_is_a_plain_encoder_that_others_read(pretrained, tmp_path):
     run, _ = pretrained
-    assert TASK in run.state.params and run.evals['test'].keys() == {'loss'}
+    assert TASK_PARAMS in run.state.params and run.evals['test'].keys() == {'loss'}
     stored = load_params(str(run.checkpoint))
-    assert TASK not in stored
+    assert TASK_PARAMS not in stored
     encoder = vit_jax.load(str(run.folder))
     assert (encoder.config.num_classes, encoder.class_names) == (None, ())
     images = np.random.default_rng(0).uniform(-1, 1, (2, *encoder.config.image_size, 3))

@@ -207,7 +207,7 @@ def build_at_patch_size(config: ModelConfig, patch_size: int | None, **options: 
     def resized(function: Callable[..., Any], params: Params, *inputs: Any, **options: Any) -> Any:
         return function(adapt(params, old=config, new=new).params, *inputs, **options)
 
-    names = 'apply', 'features', 'predict_patches', 'capture'
+    names = 'apply', 'features', 'predict_patches', 'encode', 'capture'
     changes: dict[str, Any] = {
         name: functools.partial(resized, getattr(model, name)) for name in names
     }

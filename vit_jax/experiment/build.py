@@ -44,7 +44,7 @@ from vit_jax.tasks.base import Task
 from vit_jax.tasks.making import make_task, needs_classes
 from vit_jax.training.duration import TrainLength, make_train_length
 from vit_jax.training.metrics import Metric
-from vit_jax.training.objectives import TASK
+from vit_jax.training.objectives import TASK_PARAMS
 from vit_jax.training.optimizer import check_optimizer, count_moments, look_up, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 
@@ -127,7 +127,7 @@ class Experiment(NamedTuple):
             start.read(),
             old=start.card.model,
             new=self.model.config,
-            fresh={name: leaf for name, leaf in fresh.items() if name != TASK},
+            fresh={name: leaf for name, leaf in fresh.items() if name != TASK_PARAMS},
             class_names=class_names if self.config.reuse_head else None,
         )
         return result._replace(params=fresh | result.params)

@@ -28,7 +28,7 @@ from vit_jax.models import Compute, Model, ModelConfig, Regularization, abstract
 from vit_jax.models.model import init_params as init_model_params
 from vit_jax.tasks.base import LossSums, Task
 from vit_jax.training import losses
-from vit_jax.training.objectives import TASK
+from vit_jax.training.objectives import TASK_PARAMS
 from vit_jax.training.optimizer import look_up, make_optimizer
 from vit_jax.training.param_groups import ParamGroups
 from vit_jax.training.sharpness import make_sharpener
@@ -142,7 +142,7 @@ def _init_own_params(
     task: Task, config: TrainConfig, model: ModelConfig, key: Key[Array, '']
 ) -> Params:
     own = task.init_params(config, model, jax.random.fold_in(key, 0))
-    return {TASK: own} if own else {}
+    return {TASK_PARAMS: own} if own else {}
 
 
 def make_init(structure: Structure, groups: ParamGroups) -> Callable[..., TrainState]:

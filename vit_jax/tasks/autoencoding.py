@@ -27,7 +27,7 @@ from vit_jax.models.positions import select_kept
 from vit_jax.tasks.base import LossSums, Normalize, Task, require_no_head
 from vit_jax.training import update
 from vit_jax.training.losses import BatchSums, sum_examples
-from vit_jax.training.objectives import TASK, MaskedAutoencoder
+from vit_jax.training.objectives import TASK_PARAMS, MaskedAutoencoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def make_autoencoder_sums(
     def loss_sums(params: Params, batch: Batch, key: Key[Array, ''] | None = None) -> BatchSums:
         images = normalize(batch['images'])
         kept = select_kept(draw_noise(batch), visible)
-        outputs = decoder.apply(params[TASK], model.encode(params, images, kept, key), kept)
+        outputs = decoder.apply(params[TASK_PARAMS], model.encode(params, images, kept, key), kept)
         targets = cut_patches(images, grid, patch_size).reshape(outputs.shape)
         if config.normalize_targets:
             targets = normalize_patches(targets)

@@ -27,13 +27,13 @@ from vit_jax.tasks.base import LoadedTask, LossSums, Normalize, Task
 from vit_jax.tasks.single_label import SingleLabel
 from vit_jax.training.losses import BatchSums, Loss, make_loss, make_targets, sum_examples
 from vit_jax.training.metrics import example_metrics
-from vit_jax.training.objectives import TASK, Distillation
+from vit_jax.training.objectives import TASK_PARAMS, Distillation
 
 PROJECTION = 'teacher_projection'  # name of the linear map of features in the task's parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FromTeacher(Task):
+class DistilledClassification(Task):
     """Classification that is learned from labels and a teacher, and measured on labels."""
 
     labels: SingleLabel
@@ -223,7 +223,7 @@ def make_distillation_sums(
         if 'token' in config.kind:
             task_logits, outputs = heads
         elif config.kind == 'features':
-            projection = params[TASK][PROJECTION]
+            projection = params[TASK_PARAMS][PROJECTION]
             outputs = features @ projection['kernel'] + projection['bias']
         task_loss = loss(task_logits, targets)
         distance = distillation_loss(config, outputs, teacher_outputs(frozen, batch['images']))

@@ -5,7 +5,7 @@ import dataclasses
 from vit_jax.config import TrainConfig
 from vit_jax.tasks.autoencoding import Autoencoding
 from vit_jax.tasks.base import Task
-from vit_jax.tasks.distillation import FromTeacher
+from vit_jax.tasks.distillation import DistilledClassification
 from vit_jax.tasks.masked_patches import MaskedPatchPrediction
 from vit_jax.tasks.several_labels import SeveralLabels
 from vit_jax.tasks.single_label import SingleLabel
@@ -43,4 +43,4 @@ def _choose_task(config: TrainConfig, num_classes: int, multi_label: bool) -> Ta
     labels = kind(num_classes=num_classes, multi_label=multi_label)
     if config.distillation.teacher is None:
         return labels
-    return FromTeacher(num_classes=num_classes, multi_label=multi_label, labels=labels)
+    return DistilledClassification(num_classes=num_classes, multi_label=multi_label, labels=labels)

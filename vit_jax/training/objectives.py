@@ -8,7 +8,7 @@ from vit_jax.base import records
 
 # Name of the task's own parameters, such as a decoder. Checkpoints store them with the optimizer
 # state, because they are not part of the model.
-TASK = 'task'
+TASK_PARAMS = 'task'
 Target = Literal['mean_color', 'colors_4x4', 'pixels']
 # Fields of classification; * stands for the name of any evaluation. A field that a task does not
 # use, and that is not in its `unused`, would be ignored silently.

@@ -13,13 +13,13 @@ import jax
 import numpy as np
 
 from vit_jax.base import UserError, records, tree_names
-from vit_jax.training.objectives import TASK
+from vit_jax.training.objectives import TASK_PARAMS
 
 BLOCKS = 'encoder/block/'  # the blocks of the model
 _HEAD = r'(masked/)?head/.*'  # head for classes, or for patches
 # Parameters of the head's layer. All others that are not in blocks belong to layer 0, so that a new
 # kind of embedding never counts as part of the head.
-_LAST_LAYER = re.compile(rf'(encoder/norm|norm|pool|pre_logits|{TASK})/.*|{_HEAD}')
+_LAST_LAYER = re.compile(rf'(encoder/norm|norm|pool|pre_logits|{TASK_PARAMS})/.*|{_HEAD}')
 _multiply = functools.partial(jax.tree.map, operator.mul)
 
 

@@ -12,7 +12,7 @@ from vit_jax.base.array_types import Array, Batch, Bool, Float, Int, Key, Params
 from vit_jax.training import losses
 from vit_jax.training.losses import BatchSums, Loss, StepMetrics
 from vit_jax.training.metrics import OutputName, compute_outputs, example_metrics
-from vit_jax.training.objectives import TASK
+from vit_jax.training.objectives import TASK_PARAMS
 from vit_jax.training.optimizer import schedule_free_average
 from vit_jax.training.sharpness import GradientFunction, Sharpener
 
@@ -56,15 +56,15 @@ class TrainState(NamedTuple):
         if self.ema_params is not None:
             rest['params'] = self.params
         params = dict(self.eval_params)
-        if TASK in params:
-            rest[TASK] = params.pop(TASK)
+        if TASK_PARAMS in params:
+            rest[TASK_PARAMS] = params.pop(TASK_PARAMS)
         return params, rest
 
     @staticmethod
     def join(eval_params: Params, rest: dict[str, Any]) -> 'TrainState':
         """Inverts `split`."""
-        if TASK in rest:
-            eval_params = eval_params | {TASK: rest[TASK]}
+        if TASK_PARAMS in rest:
+            eval_params = eval_params | {TASK_PARAMS: rest[TASK_PARAMS]}
         if 'params' in rest:
             return TrainState(rest['step'], rest['params'], rest['optimizer'], eval_params)
         return TrainState(rest['step'], eval_params, rest['optimizer'], None)

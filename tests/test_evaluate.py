@@ -120,6 +120,7 @@ def test_predictions_and_mistakes_are_those_of_the_logits(tmp_path):
     np.testing.assert_array_equal(sheet[8:200:24, 8:200:24, 0], digit)  # 8 pixels enlarged to 192
 
 
+@pytest.mark.gate
 def test_an_existing_file_is_replaced_only_on_request(tmp_path):
     path = saved(tmp_path, loaded(tiny.model(), class_names=NAMES))
     arguments = path, '--data=digits', '--split=test[:3]'
@@ -138,6 +139,7 @@ def test_an_existing_file_is_replaced_only_on_request(tmp_path):
         run(*arguments, f'--mistakes={tmp_path}', f'--predictions={tmp_path / "mistakes.csv"}')
 
 
+@pytest.mark.gate
 def test_only_data_classes_are_predicted_on_request(tmp_path):
     """Images of the classes 2 and 5 alone; the network prefers other classes."""
     network = loaded(tiny.model(), class_names=NAMES)

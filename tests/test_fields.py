@@ -319,6 +319,17 @@ def before(config):
     return _BEFORE[name]
 
 
+_BUILT = {}
+
+
+def built(config):
+    """The experiment of a configuration, built once."""
+    name = repr(config)
+    if name not in _BUILT:
+        _BUILT[name] = build_experiment(config)
+    return _BUILT[name]
+
+
 def name_of(value):
     return value if isinstance(value, str) else ''
 
@@ -331,7 +342,7 @@ def leaves(experiment):
 @pytest.mark.parametrize('field, value, config', VALUES, ids=name_of)
 def test_another_value_is_another_argument_of_the_same_programs(field, value, config):
     assert is_below(field, (*values.VALUES, *values.DERIVED))
-    one, other = build_experiment(config), build_experiment(changed(config, field, value))
+    one, other = built(config), build_experiment(changed(config, field, value))
     assert other.functions is one.functions
     assert jax.tree.map(np.shape, other.values) == jax.tree.map(np.shape, one.values)
     assert any((a != b).any() for a, b in zip(leaves(one), leaves(other), strict=True))
@@ -341,7 +352,7 @@ def test_another_value_is_another_argument_of_the_same_programs(field, value, co
 @pytest.mark.parametrize('field, value, config', HOST, ids=name_of)
 def test_a_field_on_the_host_changes_no_program_and_no_argument(field, value, config):
     assert is_below(field, values.ON_HOST)
-    one, other = build_experiment(config), build_experiment(changed(config, field, value))
+    one, other = built(config), build_experiment(changed(config, field, value))
     assert other.functions is one.functions
     assert all((a == b).all() for a, b in zip(leaves(one), leaves(other), strict=True))
 

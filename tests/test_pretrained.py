@@ -262,6 +262,7 @@ def test_a_hint_that_contradicts_the_file_is_rejected(tmp_path):
         vit_jax.load(str(tmp_path / 'ours'), gelu='exact')
 
 
+@pytest.mark.gate
 def test_a_checkpoint_of_ours_replaces_another_but_no_file_and_no_folder_of_others(tmp_path):
     network, path = loaded(HYBRID, class_names=tuple('abcdefghij')), tmp_path / 'ours'
     path.write_text('a file')

@@ -4,6 +4,7 @@ import csv
 
 import cv2
 import numpy as np
+import pytest
 
 import vit_jax
 from docs import published_accuracy
@@ -16,6 +17,7 @@ def run(*arguments):
     published_accuracy.main(published_accuracy.make_parser().parse_args([*arguments]))
 
 
+@pytest.mark.gate
 def test_measured_accuracies_enter_the_table_and_the_page(tmp_path, monkeypatch):
     table, page = tmp_path / 'table.csv', tmp_path / 'page.md'
     monkeypatch.setattr(published_accuracy, 'TABLE', table)

@@ -54,6 +54,7 @@ def test_photos_of_any_size_without_labels_one_of_which_is_broken(count, tmp_pat
     assert (out / 'cka.png').exists() == (count > 1)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize('options', [(), ('--split=train[:4]',)])
 def test_splits_of_photos_without_class_folders(options, tmp_path):
     """Only `probes` needs classes."""

@@ -82,6 +82,7 @@ def test_only_the_classes_of_a_and_r_are_predicted(network, tmp_path, name, fold
     assert found['images'] == 200
 
 
+@pytest.mark.gate
 def test_objectnet_accepts_any_counterpart_and_crops_the_frame(network, tmp_path):
     root = tmp_path / 'objectnet-1.0'
     (root / 'mappings').mkdir(parents=True)
@@ -126,6 +127,7 @@ def test_v2_folders_are_class_numbers(tmp_path):
     ]
 
 
+@pytest.mark.gate
 def test_corrupted_images_are_resized_whole_and_all_severities_count(network, tmp_path):
     """The class is what the model sees in the whole image; in its center it sees another."""
     center = dataclasses.replace(network.preprocessing, crop=CentralCrop(scale=2.0))

@@ -56,6 +56,7 @@ def test_a_configuration_names_the_function_that_text_cannot_hold():
         tiny.model(head=two_layers, head_bias=-1.0)
 
 
+@pytest.mark.gate
 def test_each_of_two_heads_reads_its_own_token():
     model, params = tiny.built(tiny.model(depth=1, pool='cls_dist'))
     features = jnp.concatenate([jnp.ones((1, 16)), jnp.zeros((1, 16))], axis=1)

@@ -243,6 +243,7 @@ def test_stochastic_depth_is_none_in_the_first_block_if_linear_and_without_a_key
     np.testing.assert_array_equal(never.apply(params, IMAGES, KEY), never.apply(params, IMAGES))
 
 
+@pytest.mark.gate
 def test_stochastic_depth_grows_linearly_from_the_first_block_to_the_last():
     almost_one = Regularization(stochastic_depth=0.99999)
     model, params = tiny.built(tiny.model(depth=2), regularization=almost_one)
@@ -253,6 +254,7 @@ def test_stochastic_depth_grows_linearly_from_the_first_block_to_the_last():
     np.testing.assert_allclose(model.apply(params, IMAGES, KEY), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.gate
 def test_pixels_at_the_bottom_and_the_right_that_fill_no_patch_are_ignored():
     config = tiny.model(image_size=(10, 11))
     model, params = tiny.built(config)

@@ -213,13 +213,9 @@ def runs_of_one_seed(name):
 
 @pytest.mark.gate
 @pytest.mark.parametrize('name', golden.STUDIES)
-def test_the_first_run_of_each_grid_can_start(name):
-    """And all runs of the study are valid: `plan_runs` validates them."""
-    first = {}
-    for run in runs_of_one_seed(name):
-        first.setdefault(run.grid, run)
-    for run in first.values():
-        build_run(run)
+def test_the_first_run_of_a_study_can_start(name):
+    """And all its runs are valid: `plan_runs` validates them."""
+    build_run(runs_of_one_seed(name)[0])
 
 
 @pytest.mark.nightly

@@ -135,7 +135,13 @@ def reference_sums(compute, **options):
 
 
 # The last block of the encoder must compute all tokens, although a class token alone is pooled.
-@pytest.mark.parametrize('compute', [Compute(), Compute(last_block='class_tokens', unroll=2)])
+@pytest.mark.parametrize(
+    'compute',
+    [
+        Compute(),
+        pytest.param(Compute(last_block='class_tokens', unroll=2), marks=pytest.mark.gate),
+    ],
+)
 def test_loss_and_gradients_are_those_of_transformers(compute):
     arrays, sums = reference_sums(compute)
     batch = {'images': jnp.asarray(arrays['images']), 'mask': jnp.ones(3, bool)}
@@ -153,6 +159,7 @@ def test_loss_and_gradients_are_those_of_transformers(compute):
         np.testing.assert_allclose(mine[name], gradient, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.gate
 def test_pixels_that_are_not_normalized_are_another_target():
     arrays, sums = reference_sums(Compute(), normalize_targets=False)
     batch = {'images': jnp.asarray(arrays['images']), 'mask': jnp.array([True, True, True])}
@@ -160,6 +167,7 @@ def test_pixels_that_are_not_normalized_are_another_target():
     assert found.sums['loss'] / 3 == pytest.approx(float(arrays['loss_of_pixels']), rel=1e-5)
 
 
+@pytest.mark.gate
 def test_removed_patches_are_not_seen():
     """Pixels of removed patches change targets, but not what the decoder says of them."""
     arrays, _ = reference_sums(Compute())

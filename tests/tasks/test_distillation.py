@@ -52,6 +52,7 @@ def experiment(teacher, kind='kl', **changes):
     return tiny.experiment(**({'model': model, 'distillation': options} | changes))
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize('parts', [1, 4])
 def test_the_teacher_sees_the_augmented_images_of_the_student(parts):
     """Both models return the mean pixel of each image, with and without accumulation."""

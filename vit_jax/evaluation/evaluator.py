@@ -1,8 +1,8 @@
 """The evaluator, which measures metrics of whole data sets, and outputs of each image.
 
 Training, `evaluate` and `fewshot` use it. An evaluator applies a function of (params, batch),
-jitted for the mesh, to all images in order. Evaluations with the same step and batch
-shapes share a compiled program. `Selection` finds the best evaluation of a training run.
+jitted for the mesh, to all images in order. Evaluations with the same step and batch shapes share a
+compiled program. `Selection` finds the best evaluation of a training run.
 """
 
 import collections

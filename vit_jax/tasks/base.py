@@ -61,7 +61,8 @@ class Task:
     def metrics_of(self, config: TrainConfig, evaluated: Source) -> list[Metric]:
         """Returns the metrics of whole data sets that are defined for evaluated images.
 
-        If only they may have several classes, predicting any of these is right (ReaL), and none is.
+        They are none if evaluated images may have several classes and training images have one:
+        predicting any of the classes is then right (ReaL).
         """
         if evaluated.multi_label and not self.multi_label:
             return []

@@ -153,7 +153,7 @@ def evaluate_head(
     loss = losses.make_loss(losses.LossConfig(kind=kind))
     any_is_right = source.multi_label and (relabeled or loaded.card.loss == 'softmax')
     if any_is_right:
-        require(not further_metrics, 'metrics: not defined where any class of an image is right')
+        require(not further_metrics, 'metrics: not defined if an image has several correct classes')
         loss = losses.with_scaled_targets(loss)
     measured = metrics.OF_SEVERAL_CLASSES if source.multi_label else metrics.OF_ONE_CLASS
     of_set = []

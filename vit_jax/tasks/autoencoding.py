@@ -74,7 +74,7 @@ class Autoencoding(Task):
             keys = example_keys(update.make_purpose_key(config.seed, update.CORRUPT), batch)
             return jax.vmap(lambda key: jax.random.uniform(key, (patches,)))(keys)
 
-        # The heads of the decoder have another size, so the fastest kernel may be another one.
+        # The decoder's heads differ in size from the encoder's: another kernel may be the fastest.
         attention = config.compute.attention
         compute = dataclasses.replace(model.compute, attention=attention, last_block='whole')
         decoder = _build_decoder(config, model.config, compute, platform=model.platform)

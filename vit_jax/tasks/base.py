@@ -59,10 +59,10 @@ class Task:
         return combine_metrics(self.measured, config.metrics, multi_label=self.multi_label)
 
     def metrics_of(self, config: TrainConfig, evaluated: Source) -> list[Metric]:
-        """Returns the metrics of whole data sets that are defined for evaluated images.
+        """Returns the metrics of whole data sets that an evaluation measures.
 
-        They are none if evaluated images may have several classes and training images have one:
-        predicting any of the classes is then right (ReaL).
+        Returns none if training images have one class and evaluated images may have several (ReaL),
+        because predicting any of those classes counts as right.
         """
         if evaluated.multi_label and not self.multi_label:
             return []
@@ -103,7 +103,7 @@ class Task:
     def count_multiply_adds(
         self, config: TrainConfig, model: ModelConfig, regularization: Regularization | None = None
     ) -> int:
-        """Counts the multiply-adds of a forward pass of one image, without a frozen model.
+        """Counts the multiply-adds of one image's forward pass, except those of a frozen model.
 
         With `regularization`, the training pass is counted.
         """

@@ -1,4 +1,4 @@
-"""Eight devices on one CPU, one compilation cache, one temporary folder, all shapes checked."""
+"""Several devices on one CPU, one compilation cache, one temporary folder, all shapes checked."""
 
 import faulthandler
 import importlib.metadata
@@ -51,9 +51,17 @@ os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'jax'))
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
 
+def pytest_addoption(parser):
+    # The checks take a quarter of the CPU time of a test.
+    parser.addoption(
+        '--no-shape-checks', action='store_true', help='run the package as its users do'
+    )
+
+
 def pytest_configure(config):
     """The hook comes before what it checks; a process that only waits for workers needs neither."""
-    if config.getoption('numprocesses', None) and not hasattr(config, 'workerinput'):
+    waits = config.getoption('numprocesses', None) and not hasattr(config, 'workerinput')
+    if waits or config.getoption('no_shape_checks'):
         return
     # Under the hook whatever is imported would be compiled anew, other people's code too.
     theirs = 'flax', 'grain', 'matplotlib.pyplot', 'optax', 'orbax.checkpoint', 'scipy.stats'
@@ -113,6 +121,17 @@ def _ends():
     faulthandler.dump_traceback_later(900, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _devices(request):
+    """Two devices for a module of tests, or as many as its constant DEVICES says, up to eight."""
+    import jax
+
+    found = jax.devices()[: getattr(request.module, 'DEVICES', 2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, 'devices', lambda *args: found)
+        yield
 
 
 @pytest.fixture(scope='session')

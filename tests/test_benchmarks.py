@@ -21,6 +21,8 @@ from tests.hosts import ROOT, environment
 from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
 
+DEVICES = 8
+
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -15,6 +15,7 @@ from vit_jax.experiment.build import build_experiment
 from vit_jax.planning.memory_plan import with_dummy_data
 from vit_jax.studies import planned_runs
 
+DEVICES = 8
 RUNS = [name for name in golden.NAMES if name not in golden.STUDIES]
 
 

@@ -15,6 +15,7 @@ from vit_jax.experiment import training_run
 from vit_jax.models import Compute, ViTConfig
 from vit_jax.training.duration import Duration
 
+DEVICES = 8
 pytestmark = pytest.mark.nightly
 # Which differ by what tokens there are and which are pooled.
 FIGURES = (

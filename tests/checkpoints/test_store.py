@@ -18,6 +18,7 @@ from vit_jax.checkpoints import digests, store
 from vit_jax.distributed.meshes import MeshConfig, make_mesh
 from vit_jax.distributed.sharding_rules import shardings_for
 
+DEVICES = 8
 PARAMS = {'head': {'kernel': jnp.arange(64.0).reshape(2, 4, 8), 'bias': jnp.ones(8)}}
 TRAINING = {'step': jnp.asarray(4), 'optimizer': (({'mu': jnp.arange(16.0)},), None)}
 CARD = {'step': 4, 'class_names': ['a', 'b']}

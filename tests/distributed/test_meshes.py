@@ -21,6 +21,7 @@ from vit_jax.distributed.sharding_rules import require_sharded, sharding_report,
 from vit_jax.models import Regularization
 from vit_jax.training.duration import Duration
 
+DEVICES = 8
 STEPS, ALL = 20, jax.devices()
 
 

@@ -84,7 +84,7 @@ def killed(tmp_path_factory):
     command += [f'--config.total.steps={STEPS}', f'--config.checkpoint_every_steps={EVERY}']
     command += [f'--workdir={folder}/run']
     run = folder / 'run'
-    with hosts(folder, command, devices=jax.device_count()) as (host,):
+    with hosts(folder, command, devices=len(jax.devices())) as (host,):
         host.wait_until(lambda: len(digests.list_steps(run / 'checkpoints')) > 1, 'checkpoints')
         host.signal(signal.SIGKILL)
         assert host.wait() == -signal.SIGKILL

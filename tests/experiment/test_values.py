@@ -49,19 +49,18 @@ def get_config(x):
 
 
 @pytest.mark.gate
-def test_a_start_and_a_resume_with_other_values_compile_nothing(tmp_path):
+def test_a_resume_with_other_values_compiles_nothing(tmp_path):
     (tmp_path / 'config.py').write_text(FILE)
     counts = []
-    for x, run, *flags in ('0.4', 'one'), ('0.6', 'two'), ('0.7', 'one', '--accept_config_changes'):
-        command = ['tests.counted', str(tmp_path / 'cache'), 'vit_jax.train', *flags]
-        command += [f'--config={tmp_path}/config.py:{x}', f'--workdir={tmp_path}/{run}']
-        with hosts(tmp_path, command) as [host]:
+    for x in 0.4, 0.7:
+        command = ['tests.counted', str(tmp_path / 'cache'), 'vit_jax.train']
+        command += [f'--config={tmp_path}/config.py:{x}', f'--workdir={tmp_path}/run']
+        with hosts(tmp_path, [*command, '--accept_config_changes']) as [host]:
             assert host.wait() == 0, host.text
             counts.append([*map(int, re.findall(r'compiled (\d+), loaded (\d+)', host.text)[-1])])
-    (compiled, loaded), other, resumed = counts
-    assert compiled > 0 and loaded == 0
-    assert other == [0, compiled]
-    assert resumed[0] == 0 and 'resuming at step 8' in host.text
+    first, resumed = counts
+    assert first[0] > 0 and first[1] == 0
+    assert resumed[0] == 0 and resumed[1] > 0 and 'resuming at step 8' in host.text
 
 
 @pytest.mark.gate
@@ -102,9 +101,9 @@ from tests import tiny
 from vit_jax.studies.config import Grid, Study
 
 def get_config():
-    rates = {str(rate): {'schedule.learning_rate': rate} for rate in (0.001, 0.01, 0.1)}
+    rates = {str(rate): {'schedule.learning_rate': rate} for rate in (0.001, 0.1)}
     grids = {'all': Grid(axes={'rate': rates})}
-    return Study(title='Rates', base=tiny.experiment(), grids=grids, seeds=(0, 1, 2))
+    return Study(title='Rates', base=tiny.experiment(), grids=grids, seeds=(0, 1))
 """
 
 
@@ -115,7 +114,7 @@ def test_a_study_of_rates_and_seeds_compiles_one_step_and_one_evaluation(tmp_pat
     command.append(f'--workdir={tmp_path}/out')
     env = environment() | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path / 'cache')}
     text = subprocess.check_output(command, env=env, cwd=ROOT, timeout=600, text=True)
-    assert text.startswith('9 runs to train; programs to compile: 1 training step, 1 evaluation\n')
+    assert text.startswith('4 runs to train; programs to compile: 1 training step, 1 evaluation\n')
     programs = [name.split('-')[0] for name in os.listdir(tmp_path / 'cache')]
     assert programs.count('jit_update') == programs.count('jit_step') == 1
 
@@ -124,7 +123,7 @@ def test_a_study_of_rates_and_seeds_compiles_one_step_and_one_evaluation(tmp_pat
     'config',
     [
         pytest.param(AUGMENTED, marks=pytest.mark.nightly),
-        pytest.param(REGULARIZED, marks=pytest.mark.gate),
+        pytest.param(REGULARIZED, marks=pytest.mark.nightly),
         pytest.param(ADAM, marks=pytest.mark.gate),
         pytest.param(MASKED, marks=pytest.mark.nightly),
     ],

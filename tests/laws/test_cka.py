@@ -8,6 +8,7 @@ import pytest
 from vit_jax.analysis import cka
 from vit_jax.base import UserError
 
+DEVICES = 8
 RNG = np.random.default_rng(0)
 REFERENCE = pathlib.Path(__file__).parents[1] / 'fixtures' / 'cka.npz'
 

@@ -15,6 +15,7 @@ from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.models import Compute, attention, build
 from vit_jax.planning import ahead_of_time
 
+DEVICES = 8
 QUERY, KEY, VALUE = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
 OFFSETS = jax.random.normal(jax.random.key(2), (9, 4, 8))
 QUERY_72 = jax.random.normal(jax.random.key(1), (3, 2, 5, 4, 72))
@@ -216,13 +217,8 @@ def test_a_higher_precision_of_products_has_no_kernel():
     assert 'pallas_call' in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
 
 
-@pytest.mark.parametrize(
-    'remat',
-    [
-        pytest.param('dots', marks=pytest.mark.nightly),
-        pytest.param('block', marks=pytest.mark.gate),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize('remat', ['dots', 'block'])
 def test_a_network_of_long_sequences_is_trained_on_tpus_by_their_kernel(remat):
     """On four chips: forward and two parts of the backward pass, in the loop over the blocks; what
     the forward kernel gives is made once where products are kept. No array of n by n is there.

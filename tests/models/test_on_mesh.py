@@ -9,6 +9,8 @@ from vit_jax.distributed import meshes
 from vit_jax.distributed.meshes import MeshConfig
 from vit_jax.models import activation_sharding
 
+DEVICES = 8
+
 
 def mesh_of(shape, names=meshes.AXES, kind=AxisType.Auto):
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))

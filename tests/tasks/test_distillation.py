@@ -29,6 +29,7 @@ from vit_jax.training.objectives import TASK_PARAMS, Distillation, MaskedPatches
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 from vit_jax.training.update import TrainState, make_update
 
+DEVICES = 8
 RNG = np.random.default_rng(0)
 BATCH = {'images': RNG.integers(0, 256, (16, 8, 8, 3), np.uint8), 'mask': np.arange(16) != 3}
 BATCH |= {name: np.arange(16, dtype=np.int32) for name in ('epoch', 'example')}

@@ -17,6 +17,7 @@ from vit_jax.planning.memory_plan import count_update_operations
 from vit_jax.training.optimizer import OptimizerConfig, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
 
+DEVICES = 8
 DEPTH, RATE = 12, 0.5
 SHAPES = abstract_params(tiny.model(depth=DEPTH, width=64, mlp_dim=128))
 PARAMS, GRADIENT = tiny.random_params(SHAPES), tiny.random_params(SHAPES, scale=0.01)

@@ -31,6 +31,7 @@ from vit_jax.training.optimizer import (
 from vit_jax.training.param_groups import make_param_groups
 from vit_jax.training.update import TrainState, make_update
 
+DEVICES = 8
 PARAMS = {'dense': {'kernel': jnp.ones((2, 2)), 'bias': jnp.ones(2)}, 'cls': jnp.ones(2)}
 PARAMS |= {'encoder': {'block': {'kernel': jnp.ones((3, 2, 2))}}}
 GRADIENT = jax.tree.map(lambda p: 3.0 * p, PARAMS)

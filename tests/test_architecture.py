@@ -85,6 +85,7 @@ def test_only_tasks_ask_what_the_task_is():
             assert not asked & {'objective', 'distillation'}, name
 
 
+@pytest.mark.gate
 def test_a_training_needs_no_tensorflow_and_its_model_and_update_no_library_of_data():
     """Nor a client of a network; the model runs without the libraries of its checkpoints."""
     program = """

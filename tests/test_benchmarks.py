@@ -58,6 +58,7 @@ def test_every_part_measures_something(tmp_path):
     assert all(0 < error < 0.02 for line in parts['attention'] for error in line['errors'])
 
 
+@pytest.mark.gate
 def test_attention_in_bfloat16_is_compared_with_exact_products(monkeypatch):
     """GPUs would otherwise round the operands of float32 products."""
     precisions, original = {}, device_parts.attention_and_gradients

@@ -177,6 +177,7 @@ def test_published_checkpoints_that_are_named_exist():
     assert not wrong, '\n'.join(wrong)
 
 
+@pytest.mark.gate
 def test_generated_pages_and_pictures_are_up_to_date():
     message = 'python -m docs.configuration and python -m docs.layers write them anew'
     assert configuration.PAGE.read_text() == configuration.page(), message

@@ -92,6 +92,7 @@ def logits_of(network, count):
     return network.logits(images), source.labels
 
 
+@pytest.mark.gate
 def test_predictions_and_mistakes_are_those_of_the_logits(tmp_path):
     network = loaded(tiny.model(), class_names=NAMES)
     path, rows = saved(tmp_path, network), {}

@@ -37,6 +37,7 @@ def photos(tmp_path):
     return tmp_path / 'photos'
 
 
+@pytest.mark.gate
 def test_counts_defects_and_a_picture(photos, tmp_path, capsys):
     config = tiny.experiment(
         data=str(photos), held_out=HeldOut(fraction=0.25), augmentation=Augmentation(mixup=0.5)

@@ -301,7 +301,7 @@ def test_a_configuration_without_a_needed_hint_is_told_its_field(tmp_path):
         training_run.train(config, str(tmp_path))
 
 
-@pytest.mark.gate
+@pytest.mark.nightly
 def test_a_resnet_is_trained_and_saved(tmp_path):
     small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
     config = tiny.experiment(model=small, total=Duration(steps=3))
@@ -314,6 +314,7 @@ def test_a_resnet_is_trained_and_saved(tmp_path):
     np.testing.assert_array_equal(again.logits(images), network.logits(images))
 
 
+@pytest.mark.gate
 def test_predict_prints_the_classes_of_the_largest_logits(tmp_path, capsys):
     names = tuple(f'bird {i}' for i in range(tiny.CLASSES))
     network = loaded(tiny.model(), class_names=names)

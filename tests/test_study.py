@@ -1,14 +1,11 @@
 """The program that runs studies, as users type it, and its tables and pictures."""
 
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from tests import tiny
-from tests.hosts import ROOT, environment
+from tests.hosts import hosts
 from vit_jax.studies import results
 from vit_jax.studies.config import Grid, PlotConfig, Study
 from vit_jax.studies.results import Row
@@ -33,19 +30,15 @@ def get_config():
 """
 
 
-def program(folder, *flags):
-    file = folder / 'study.py'
-    file.write_text(FILE)
-    command = [sys.executable, '-m', 'vit_jax.study', f'--config={file}']
-    command += [f'--workdir={folder / "out"}', *flags]
-    pipes = {'stdout': subprocess.PIPE, 'stderr': subprocess.STDOUT, 'text': True}
-    return subprocess.Popen(command, env=environment(), cwd=ROOT, start_new_session=True, **pipes)
+def study(folder, *flags):
+    (folder / 'study.py').write_text(FILE)
+    command = ['vit_jax.study', f'--config={folder}/study.py', f'--workdir={folder}/out', *flags]
+    return hosts(folder, command)
 
 
 def output(folder, *flags):
-    process = program(folder, *flags)
-    text, _ = process.communicate(timeout=600)
-    return process.returncode, text.splitlines()
+    with study(folder, *flags) as [process]:
+        return process.wait(), process.text.splitlines()
 
 
 @pytest.mark.gate
@@ -75,26 +68,22 @@ def test_a_run_that_fails_is_named_and_the_others_continue_and_are_not_repeated(
 @pytest.mark.gate
 def test_a_signal_to_the_study_stops_the_training_which_saves(tmp_path):
     flags = '--config.base.total.steps=100000', '--only=train/gap'
-    process = program(tmp_path, *flags)
     workdir = tmp_path / 'out/train/gap-seed0'
-    until = time.monotonic() + 300
-    while not (workdir / 'metrics.jsonl').exists() and time.monotonic() < until:
-        time.sleep(0.2)
-    code, lines = output(tmp_path, *flags)  # as on another host
-    assert code == 1 and 'process' in lines[1] and 'starts' not in lines[1]
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 130 and 'stopped at step' in text
+    with study(tmp_path, *flags) as [process]:
+        process.wait_until((workdir / 'metrics.jsonl').exists, 'metrics.jsonl')
+        code, lines = output(tmp_path, *flags)  # as on another host
+        assert code == 1 and 'process' in lines[1] and 'starts' not in lines[1]
+        process.signal(signal.SIGINT)
+        assert process.wait() == 130 and 'stopped at step' in process.text
     assert [*(workdir / 'checkpoints').iterdir()]
 
 
 @pytest.mark.gate
 def test_a_signal_before_the_training_begins_stops_the_study(tmp_path):
-    process = program(tmp_path, '--config.base.total.steps=100000', '--only=train/gap')
-    assert any('starts' in line for line in iter(process.stdout.readline, ''))
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=300)
-    assert process.returncode == 130 and 'Traceback' not in text
+    with study(tmp_path, '--config.base.total.steps=100000', '--only=train/gap') as [process]:
+        process.wait_for_text('starts')
+        process.signal(signal.SIGINT)
+        assert process.wait() == 130 and 'Traceback' not in process.text
     assert not (tmp_path / 'out/train/gap-seed0/metrics.jsonl').exists()
 
 

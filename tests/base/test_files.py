@@ -108,6 +108,7 @@ def test_two_writers_of_one_file_do_not_disturb_each_other(tmp_path):
     assert path.read_bytes() == b'first again' and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.gate
 def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path):
     path, other = tmp_path / 'file', tmp_path / 'file.csv'
     code = """

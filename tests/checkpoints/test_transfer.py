@@ -47,6 +47,7 @@ def logits_shape(config, params):
     return jax.eval_shape(build(config).apply, params, tiny.images(config=config)).shape
 
 
+@pytest.mark.gate
 def test_the_body_is_kept_and_the_head_is_new_and_zero():
     new = changed(num_classes=3)
     fresh = jax.device_get(jax.jit(build(new).init)(jax.random.key(5)))

@@ -17,6 +17,7 @@ import pytest
 
 import vit_jax
 from tests import tiny
+from tests.hosts import hosts
 from tests.test_architecture import DOORS
 from vit_jax import __main__, finetune
 from vit_jax.base.errors import UserError
@@ -316,12 +317,16 @@ def test_no_program_writes_among_the_images_that_it_reads(tmp_path, name, argume
 @pytest.mark.gate
 def test_the_directory_of_another_run_is_rejected_with_the_flag_that_accepts_it(tmp_path):
     probe = (
+        'vit_jax.fewshot',
         '--config=configs/fewshot/linear.py',
         '--config.start_from=tests/reference/bigvision_map.npz',
         f'--workdir={tmp_path / "probe"}',
     )
-    assert said(*probe, name='fewshot')[0] == 0
+    with hosts(tmp_path, probe) as [process]:
+        assert process.wait() == 0
     (tmp_path / 'probe/checkpoints/5').mkdir(parents=True)
-    code, _, err = said(*probe, '--config.seed=1', name='fewshot')
-    assert code == 1 and 'seed: 0 -> 1' in err and '--accept_config_changes' in err
-    assert said(*probe, '--config.seed=1', '--accept_config_changes', name='fewshot')[0] == 0
+    with hosts(tmp_path, [*probe, '--config.seed=1']) as [process]:
+        assert process.wait() == 1
+        assert 'seed: 0 -> 1' in process.text and '--accept_config_changes' in process.text
+    with hosts(tmp_path, [*probe, '--config.seed=1', '--accept_config_changes']) as [process]:
+        assert process.wait() == 0

@@ -41,7 +41,7 @@ def make_probe(reader, config=CONFIG, **changes):
 @pytest.mark.parametrize(
     'changes',
     [
-        {'pool': 'gap', 'class_tokens': 1},
+        pytest.param({'pool': 'gap', 'class_tokens': 1}, marks=pytest.mark.gate),
         pytest.param({}, marks=pytest.mark.gate),
         pytest.param({'final_norm': 'after_pool'}, marks=pytest.mark.gate),
         pytest.param({'registers': 2, 'norm': 'rms'}, marks=pytest.mark.nightly),

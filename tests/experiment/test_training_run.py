@@ -65,6 +65,7 @@ def trained(tmp_path_factory):
     return training_run.train(config, str(folder))
 
 
+@pytest.mark.gate
 def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
     folder = trained.folder
     assert [(line['kind'], line['step']) for line in lines(folder)] == [
@@ -88,6 +89,7 @@ def test_a_run_leaves_its_numbers_its_configuration_and_a_card(trained):
     )
 
 
+@pytest.mark.gate
 def test_the_few_shot_file_holds_the_whole_protocol(trained):
     whole = json.loads((trained.folder / 'fewshot.json').read_text())
     assert list(whole['sets']) == ['digits'] and whole['missing'] == {}
@@ -102,6 +104,7 @@ def test_the_few_shot_file_holds_the_whole_protocol(trained):
     assert result['deviation']['2'] == pytest.approx(np.std(two, ddof=1))
 
 
+@pytest.mark.gate
 def test_probing_the_checkpoint_alone_gives_what_the_run_gave(trained, tmp_path):
     config = tiny.experiment(
         model=None, total=None, start_from=str(trained.folder), fewshot=FEWSHOT
@@ -190,7 +193,7 @@ DEEPER, MUON = tiny.model(num_classes=None, depth=4), OptimizerConfig(kind='muon
 @pytest.mark.parametrize(
     'changes, accept, name',
     [
-        ({'seed': 3}, False, r'seed: 0 -> 3'),
+        pytest.param({'seed': 3}, False, r'seed: 0 -> 3', marks=pytest.mark.gate),
         pytest.param({'total': Duration(steps=7)}, True, 'config.total', marks=pytest.mark.gate),
         pytest.param({'model': DEEPER}, True, 'config.model.depth: 3 -> 4', marks=pytest.mark.gate),
         pytest.param(

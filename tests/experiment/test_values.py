@@ -107,7 +107,7 @@ def get_config():
 """
 
 
-@pytest.mark.gate
+@pytest.mark.nightly
 def test_a_study_of_rates_and_seeds_compiles_one_step_and_one_evaluation(tmp_path):
     (tmp_path / 'study.py').write_text(STUDY)
     command = [sys.executable, '-m', 'vit_jax.study', f'--config={tmp_path}/study.py']

@@ -142,6 +142,7 @@ def test_a_dense_layer_is_flaxs(layout, shape, features, axes):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.gate
 def test_initial_values_are_those_of_the_paper():
     config = tiny.model(width=192, mlp_dim=768, num_heads=3, head_bias=-6.9, pool='cls')
     params = jax.jit(build(config).init)(jax.random.key(0))

@@ -106,6 +106,7 @@ def test_the_last_blocks_learn_with_all_that_follows(kind):
             assert change.any() == name.startswith(('encoder/norm', 'head')), name
 
 
+@pytest.mark.gate
 def test_what_is_frozen_has_no_gradient_and_no_part_in_its_norm():
     made = rules(trained_blocks=1, frozen=('head/bias',))
     slope = jax.jit(slope_of(made))(PARAMS)

@@ -86,6 +86,7 @@ def test_parts_of_a_batch_share_one_perturbation():
     assert optax.tree.norm(nothing) == 0 == metrics.scalars['skipped']
 
 
+@pytest.mark.gate
 def test_both_passes_have_the_same_dropout_and_metrics_are_of_the_first():
     params = PARAMS | {'noise': 1.0}
     configs = None, Sam(rho=1e-4), Sam(rho=1.0)

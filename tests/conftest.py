@@ -115,6 +115,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: rank.get(str(item.path.relative_to(ROOT)), len(rank)))
 
 
+def pytest_collection_finish():
+    # With the hook, `runpy` would write code with checks to the cache of all processes, and one
+    # without the hook would fail.
+    sys.dont_write_bytecode = True
+
+
 @pytest.fixture(autouse=True)
 def _ends():
     """A test that hangs ends its process, which says where each thread was."""

@@ -332,6 +332,7 @@ def test_predict_prints_the_classes_of_the_largest_logits(tmp_path, capsys):
         assert line == f'{path}  bird {first} {p[first]:.1%}, bird {second} {p[second]:.1%}'
 
 
+@pytest.mark.gate
 def test_a_network_with_other_parameters_computes_with_them():
     network = changed(loaded(tiny.model()), loss='sigmoid', class_names=tuple('abcdefghij'))
     network = dataclasses.replace(network, origin=('https://x.org/a.npz',))

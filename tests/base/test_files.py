@@ -81,6 +81,7 @@ def test_pipes_and_devices_are_written_directly(tmp_path):
     assert not files.would_replace('/dev/null') and not files.would_replace(pipe)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize('name', ['/dev/stdout', '/dev/fd/1', '/proc/self/fd/1', 'link'])
 def test_standard_output_in_a_file_is_continued(tmp_path, name):
     code = f"""

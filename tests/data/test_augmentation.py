@@ -103,6 +103,7 @@ def plain_images():
     )
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize('kinds', [['mixup'], ['cutmix'], ['mixup', 'cutmix']])
 def test_an_image_and_its_label_are_mixed_with_the_neighbor_alike(kinds):
     result = augmented(batch(plain_images()), Augmentation(**dict.fromkeys(kinds, 1.0)))

@@ -159,6 +159,7 @@ def test_training_and_evaluate_report_what_the_logits_give(tmp_path):
     assert reported['own']['loss'] != reported['real']['loss']
 
 
+@pytest.mark.gate
 def test_features_are_those_of_the_model_and_nan_if_unreadable():
     network = vit_jax.load('tests/reference/families/siglip_hf_linear', image_size=(8, 8))
     reader = make_reader(

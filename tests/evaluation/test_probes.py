@@ -36,6 +36,7 @@ def test_an_image_is_its_own_neighbor_at_any_length():
             probes.evaluate_knn(TRAIN, TEST, neighbors=(1, neighbors))
 
 
+@pytest.mark.gate
 def test_logistic_weights_are_scikit_learns():
     l2 = 30.0
     x = (TRAIN.features - TRAIN.features.mean(axis=0)) / TRAIN.features.std(axis=0)

@@ -64,12 +64,8 @@ def stored(numbers):
 
 
 # Gradients of every layer take long to trace.
-SLOW = 'receptive_fields'
-
-
-@pytest.mark.parametrize(
-    'name', [pytest.param(n, marks=pytest.mark.gate) if n == SLOW else n for n in NAMES]
-)
+@pytest.mark.gate
+@pytest.mark.parametrize('name', NAMES)
 def test_a_figure_draws_any_models_or_says_why_not_and_its_text_can_be_read(name, monkeypatch):
     figure, written, draw = find_figure(name), [], Text.draw
 

@@ -42,6 +42,7 @@ def test_a_head_of_patches_and_a_mask_token_leave_features_and_logits_as_they_ar
         np.testing.assert_array_equal(getattr(masked, name)(with_masked, tiny.images()), expected)
 
 
+@pytest.mark.gate
 def test_of_masked_patches_nothing_is_seen():
     everything = predicted(Corruption(~NONE, OWN))
     np.testing.assert_allclose(everything[0], everything[1], rtol=1e-5, atol=1e-5)

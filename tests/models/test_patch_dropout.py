@@ -25,6 +25,7 @@ def test_each_example_keeps_as_many_patches_each_of_them_equally_often():
     np.testing.assert_allclose(frequency, rate, atol=5 * deviation)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     'values',
     [
@@ -63,6 +64,7 @@ def test_class_tokens_and_registers_stay_and_evaluation_has_all_patches():
     assert programs[0].as_text() == programs[1].as_text()
 
 
+@pytest.mark.gate
 def test_a_dropped_patch_has_no_influence(monkeypatch):
     model, params = tiny.built(tiny.model(), regularization=HALF)
     monkeypatch.setattr(positions, 'draw_kept', lambda *_: jnp.array([[0, 3]]))

@@ -125,6 +125,7 @@ def applied(layer, x, params=None):
     return params, layer.apply(params, x), jax.grad(total, argnums=(0, 1))(params, x)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize(
     'shape, features, axes', [((2, 5, 6), (3, 4), 1), ((2, 5, 2, 3), (8,), 2), ((2, 5, 6), (4,), 1)]
@@ -229,6 +230,7 @@ def test_a_dropped_branch_keeps_its_mean():
     assert result.mean() == pytest.approx(1, abs=4 * 0.5 / np.sqrt(4000))  # 4 deviations
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     'kind, branches', [('linear', 2), pytest.param('constant', 4, marks=pytest.mark.gate)]
 )

@@ -32,6 +32,7 @@ def sharpener(config, *rates):
     return make_sharpener(config, look_up(jnp.asarray(radius(steps))))
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize('config, rate, expected', BIG_VISION)
 def test_gradients_are_those_of_big_vision(config, rate, expected):
     gradient = jax.grad(lambda p: jnp.mean((jnp.tanh(X @ p['w']) * p['s'] - Y) ** 2))

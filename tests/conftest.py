@@ -16,7 +16,7 @@ if sys.flags.optimize:
         'PYTHONOPTIMIZE is set, which disables the assertions of the tests; unset it'
     )
 
-# Before jax is imported. Tests that want another number of devices start a process of their own.
+# Before jax is imported. The fixture `_devices` shows most tests two of the eight devices.
 # Eight devices share the threads of XLA, and a thread that waits in a collective is not free for
 # the device that it waits for. With two threads, one test deadlocked in half of its runs: NPROC
 # gives XLA more threads, and all devices run their collectives in one order.
@@ -52,14 +52,12 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
 
 def pytest_addoption(parser):
-    # The checks take a quarter of the CPU time of a test.
-    parser.addoption(
-        '--no-shape-checks', action='store_true', help='run the package as its users do'
-    )
+    text = 'do not check the shapes and types of annotations'
+    parser.addoption('--no-shape-checks', action='store_true', help=text)
 
 
 def pytest_configure(config):
-    """The hook comes before what it checks; a process that only waits for workers needs neither."""
+    """Imports vit_jax with jaxtyping's hook, except in a process that only waits for workers."""
     waits = config.getoption('numprocesses', None) and not hasattr(config, 'workerinput')
     if waits or config.getoption('no_shape_checks'):
         return
@@ -112,13 +110,16 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
     rank = {name: place for place, name in enumerate(LONGEST)}
+    for item in items:
+        if item.get_closest_marker('gate') and item.get_closest_marker('nightly'):
+            raise pytest.UsageError(f'{item.nodeid}: marked gate and nightly; expected one of them')
     items.sort(key=lambda item: rank.get(str(item.path.relative_to(ROOT)), len(rank)))
 
 
-def pytest_collection_finish():
-    # With the hook, `runpy` would write code with checks to the cache of all processes, and one
-    # without the hook would fail.
-    sys.dont_write_bytecode = True
+def pytest_collection_finish(session):
+    # With the hook, runpy compiles vit_jax with checks and saves the result as the ordinary .pyc.
+    # Processes without the hook would load that file and fail.
+    sys.dont_write_bytecode = not session.config.getoption('no_shape_checks')
 
 
 @pytest.fixture(autouse=True)
@@ -134,9 +135,11 @@ def _devices(request):
     """Two devices for a module of tests, or as many as its constant DEVICES says, up to eight."""
     import jax
 
-    found = jax.devices()[: getattr(request.module, 'DEVICES', 2)]
+    count = getattr(request.module, 'DEVICES', 2)
+    devices = jax.devices()[:count]
+    assert len(devices) == count
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, 'devices', lambda *args: found)
+        patch.setattr(jax, 'devices', lambda backend=None: list(devices))
         yield
 
 

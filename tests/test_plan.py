@@ -2,12 +2,14 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
 
 from tests import tiny
-from tests.hosts import hosts
+from tests.hosts import ROOT, environment
 from vit_jax.base import UserError
 from vit_jax.distributed.meshes import MeshConfig, make_mesh
 from vit_jax.models import Compute
@@ -122,10 +124,12 @@ def test_the_first_policy_that_fits_is_found(monkeypatch, batch_size, expected):
 @pytest.mark.gate
 @needs_compiler
 def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
-    flags = '--topology=v5e:2x2', '--config.batch_size=16', '--config.mesh.fsdp=4'
-    flags += '--config.mesh.fsdp_min_mb=0', '--config.mesh.max_replicated_fraction=0.5'
-    with hosts(tmp_path, ['vit_jax.plan', '--config=tests/tiny_config.py', *flags]) as [plan]:
-        assert plan.wait() == 0, plan.text
+    command = [sys.executable, '-m', 'vit_jax.plan', '--config=tests/tiny_config.py']
+    command += ['--topology=v5e:2x2', '--config.batch_size=16', '--config.mesh.fsdp=4']
+    command += ['--config.mesh.fsdp_min_mb=0', '--config.mesh.max_replicated_fraction=0.5']
+    how = {'env': environment(), 'cwd': ROOT, 'capture_output': True, 'text': True}
+    done = subprocess.run(command, timeout=180, **how)
+    assert done.returncode == 0, done.stderr
     for line in (
         'topology    v5e:2x2: 4 x TPU v5 lite, 15.75 GiB each',
         'mesh        data=1 x fsdp=4 x tensor=1',
@@ -133,4 +137,4 @@ def test_the_program_says_what_fits_and_what_lies_where(tmp_path):
         'encoder/block/mlp/dense1/kernel',
         'state with optimizer: ',
     ):
-        assert line in plan.text, plan.text
+        assert line in done.stdout, done.stdout

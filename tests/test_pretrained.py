@@ -301,7 +301,7 @@ def test_a_configuration_without_a_needed_hint_is_told_its_field(tmp_path):
         training_run.train(config, str(tmp_path))
 
 
-@pytest.mark.nightly
+@pytest.mark.gate
 def test_a_resnet_is_trained_and_saved(tmp_path):
     small = dataclasses.replace(RESNET, image_size=(16, 16), num_classes=None)
     config = tiny.experiment(model=small, total=Duration(steps=3))

@@ -1,4 +1,4 @@
-"""The program that runs studies, as users type it, and its tables and pictures."""
+"""The program that runs studies, its tables and its pictures."""
 
 import signal
 

@@ -325,8 +325,7 @@ def test_the_directory_of_another_run_is_rejected_with_the_flag_that_accepts_it(
     with hosts(tmp_path, probe) as [process]:
         assert process.wait() == 0
     (tmp_path / 'probe/checkpoints/5').mkdir(parents=True)
-    with hosts(tmp_path, [*probe, '--config.seed=1']) as [process]:
-        assert process.wait() == 1
-        assert 'seed: 0 -> 1' in process.text and '--accept_config_changes' in process.text
+    code, _, err = said(*probe[1:], '--config.seed=1', name='fewshot')
+    assert code == 1 and 'seed: 0 -> 1' in err and '--accept_config_changes' in err
     with hosts(tmp_path, [*probe, '--config.seed=1', '--accept_config_changes']) as [process]:
         assert process.wait() == 0

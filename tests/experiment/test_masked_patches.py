@@ -90,7 +90,7 @@ def test_parts_of_a_batch_and_other_devices_corrupt_the_same_patches():
         chex.assert_trees_all_close(params, others, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.nightly
+@pytest.mark.gate
 def test_it_is_fine_tuned_and_probed_like_any_other(trained, tmp_path, capsys):
     config = tiny.experiment(
         model=None,

@@ -422,7 +422,7 @@ def test_predictions_at_step_0_are_those_of_the_probe(tmp_path, capsys):
         train_split='train[:200]',
         augmentation=Augmentation(crop=InceptionCrop(), flip=True),
         ema_decay=0.5,
-        mesh=MeshConfig(tensor=2, max_replicated_fraction=1.0),
+        mesh=MeshConfig(fsdp=2, fsdp_min_mb=0.0, max_replicated_fraction=1.0),
         schedule=ScheduleConfig(learning_rate=0.0),
     )
     result = training_run.train(config, workdir)

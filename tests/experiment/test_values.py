@@ -48,19 +48,28 @@ def get_config(x):
 """
 
 
-@pytest.mark.gate
-def test_a_resume_with_other_values_compiles_nothing(tmp_path):
+@pytest.mark.parametrize(
+    'second',
+    [
+        pytest.param('first', marks=pytest.mark.gate),  # resumes
+        pytest.param('second', marks=pytest.mark.nightly),
+    ],
+)
+def test_a_process_with_other_values_compiles_nothing(second, tmp_path):
     (tmp_path / 'config.py').write_text(FILE)
     counts = []
-    for x in 0.4, 0.7:
+    for x, run in (0.4, 'first'), (0.7, second):
         command = ['tests.counted', str(tmp_path / 'cache'), 'vit_jax.train']
-        command += [f'--config={tmp_path}/config.py:{x}', f'--workdir={tmp_path}/run']
+        command += [f'--config={tmp_path}/config.py:{x}', f'--workdir={tmp_path}/{run}']
         with hosts(tmp_path, [*command, '--accept_config_changes']) as [host]:
             assert host.wait() == 0, host.text
             counts.append([*map(int, re.findall(r'compiled (\d+), loaded (\d+)', host.text)[-1])])
-    first, resumed = counts
-    assert first[0] > 0 and first[1] == 0
-    assert resumed[0] == 0 and resumed[1] > 0 and 'resuming at step 8' in host.text
+    (compiled, loaded), (compiled_again, loaded_again) = counts
+    assert compiled > 0 and loaded == compiled_again == 0
+    if second == 'first':
+        assert 'resuming at step 8' in host.text and loaded_again > 0
+    else:
+        assert loaded_again == compiled
 
 
 @pytest.mark.gate

@@ -63,7 +63,6 @@ def stored(numbers):
         return dict(again)
 
 
-# Gradients of every layer take long to trace.
 @pytest.mark.gate
 @pytest.mark.parametrize('name', NAMES)
 def test_a_figure_draws_any_models_or_says_why_not_and_its_text_can_be_read(name, monkeypatch):

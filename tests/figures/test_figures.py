@@ -37,6 +37,12 @@ def opened(*configs, images=16, source=None):
     return figure.Images(np.arange(images), size), *networks
 
 
+def test_a_batch_is_split_over_as_many_devices_as_divide_it(monkeypatch):
+    monkeypatch.setattr(jax, 'devices', jax.local_devices)  # all eight
+    size, mesh = figure.choose_batch(12, 8)
+    assert (size, mesh.size) == (6, 2)
+
+
 def compute(name, *arguments):
     return figure.find_figure(name).compute(*arguments)
 

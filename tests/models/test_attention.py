@@ -217,8 +217,13 @@ def test_a_higher_precision_of_products_has_no_kernel():
     assert 'pallas_call' in str(jax.make_jaxpr(traced)(*[QUERY] * 3))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize('remat', ['dots', 'block'])
+@pytest.mark.parametrize(
+    'remat',
+    [
+        pytest.param('dots', marks=pytest.mark.nightly),
+        pytest.param('block', marks=pytest.mark.gate),
+    ],
+)
 def test_a_network_of_long_sequences_is_trained_on_tpus_by_their_kernel(remat):
     """On four chips: forward and two parts of the backward pass, in the loop over the blocks; what
     the forward kernel gives is made once where products are kept. No array of n by n is there.

@@ -30,15 +30,10 @@ def test_each_example_keeps_as_many_patches_each_of_them_equally_often():
     'values',
     [
         {'positions': 'learned_rope', 'registers': 4, 'pool': 'cls_dist'},
-        *(
-            pytest.param(values, marks=pytest.mark.gate)
-            for values in (
-                {'pool': 'gap', 'positions': 'sincos2d'},
-                {'pool': 'cls_gap', 'positions': 'rope', 'registers': 2},
-                {'pool': 'map', 'positions_at': 'every_layer', 'registers': 1, 'class_tokens': 1},
-                {'positions_at': 'every_layer_shared', 'positions': 'learned2d', 'registers': 3},
-            )
-        ),
+        {'pool': 'gap', 'positions': 'sincos2d'},
+        {'pool': 'cls_gap', 'positions': 'rope', 'registers': 2},
+        {'pool': 'map', 'positions_at': 'every_layer', 'registers': 1, 'class_tokens': 1},
+        {'positions_at': 'every_layer_shared', 'positions': 'learned2d', 'registers': 3},
     ],
 )
 def test_kept_patches_have_their_own_positions(values, monkeypatch):

@@ -231,9 +231,7 @@ def test_a_dropped_branch_keeps_its_mean():
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize(
-    'kind, branches', [('linear', 2), pytest.param('constant', 4, marks=pytest.mark.gate)]
-)
+@pytest.mark.parametrize('kind, branches', [('linear', 2), ('constant', 4)])
 def test_stochastic_depth_is_none_in_the_first_block_if_linear_and_without_a_key(kind, branches):
     config = tiny.model(depth=2, pool='none', num_classes=None, positions='none')
     dropped = Regularization(stochastic_depth=0.5, stochastic_depth_kind=kind)

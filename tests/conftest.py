@@ -110,10 +110,12 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
     rank = {name: place for place, name in enumerate(LONGEST)}
-    for item in items:
-        if item.get_closest_marker('gate') and item.get_closest_marker('nightly'):
-            raise pytest.UsageError(f'{item.nodeid}: marked gate and nightly; expected one of them')
     items.sort(key=lambda item: rank.get(str(item.path.relative_to(ROOT)), len(rank)))
+
+
+def pytest_runtest_setup(item):
+    both = item.get_closest_marker('gate') and item.get_closest_marker('nightly')
+    assert not both, f'{item.nodeid}: marked gate and nightly; expected one of them'
 
 
 def pytest_collection_finish(session):

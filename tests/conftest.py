@@ -1,4 +1,4 @@
-"""Several devices on one CPU, one compilation cache, one temporary folder, all shapes checked."""
+"""Several devices on one CPU, one compilation cache, one temporary folder, checked shapes."""
 
 import faulthandler
 import importlib.metadata
@@ -57,7 +57,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Imports vit_jax with jaxtyping's hook, except in a process that only waits for workers."""
+    """Imports vit_jax with jaxtyping's hook. xdist's parent process runs no test and needs none."""
     waits = config.getoption('numprocesses', None) and not hasattr(config, 'workerinput')
     if waits or config.getoption('no_shape_checks'):
         return
@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_runtest_setup(item):
     both = item.get_closest_marker('gate') and item.get_closest_marker('nightly')
-    assert not both, f'{item.nodeid}: marked gate and nightly; expected one of them'
+    assert not both, f'{item.nodeid}: has the marks gate and nightly; expected only one of them'
 
 
 def pytest_collection_finish(session):
@@ -134,7 +134,7 @@ def _ends():
 
 @pytest.fixture(scope='module', autouse=True)
 def _devices(request):
-    """Two devices for a module of tests, or as many as its constant DEVICES says, up to eight."""
+    """Gives each module of tests two devices, or as many as its constant DEVICES, at most eight."""
     import jax
 
     count = getattr(request.module, 'DEVICES', 2)

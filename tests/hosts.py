@@ -158,7 +158,9 @@ def hosts(folder, command, count=1, *, devices=1, each=lambda index: (), pipe=No
     finally:
         for host in started:
             if host.process.exitcode is None:
-                children = psutil.Process(host.process.pid).children(recursive=True)
+                children = []
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                    children = psutil.Process(host.process.pid).children(recursive=True)
                 host.process.kill()
                 host.process.join()
                 for child in children:

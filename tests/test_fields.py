@@ -359,7 +359,7 @@ def test_a_field_on_the_host_changes_no_program_and_no_argument(field, value, co
     assert all((a == b).all() for a, b in zip(leaves(one), leaves(other), strict=True))
 
 
-# The gate tests the first field of each part of the configuration, the nightly the other fields.
+# The gate tests only the first field of each part of the configuration; the nightly, the rest.
 _, FIRST = np.unique([field.split('.')[0] for field, *_ in STRUCTURE], return_index=True)
 ROWS = [
     pytest.param(*row, marks=pytest.mark.gate if n in FIRST else pytest.mark.nightly)

@@ -42,7 +42,11 @@ from vit_jax.training.metrics import find_metric, resolve_metrics
 
 _SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # Without a traceback; the imports take seconds.
-_EXIT_ON_SIGINT = 'import signal; signal.signal(signal.SIGINT, signal.SIG_DFL)'
+# SIGINT is blocked from the start of the process until this code runs, which prints no traceback.
+_EXIT_ON_SIGINT = (
+    'import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); '
+    'signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])'
+)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -167,13 +171,17 @@ class _Trainer:
     def _start(self) -> None:
         reading, writing = os.pipe()
         code = f'{_EXIT_ON_SIGINT}; from vit_jax import study; study.train_in_turn({writing})'
-        self._process = subprocess.Popen(
-            [sys.executable, '-c', code],
-            stdin=subprocess.PIPE,
-            pass_fds=[writing],
-            start_new_session=True,
-            text=True,
-        )
+        signals = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, '-c', code],
+                stdin=subprocess.PIPE,
+                pass_fds=[writing],
+                start_new_session=True,
+                text=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         os.close(writing)
         self._codes = open(reading)
 

@@ -103,7 +103,7 @@ class Task:
     def count_multiply_adds(
         self, config: TrainConfig, model: ModelConfig, regularization: Regularization | None = None
     ) -> int:
-        """Counts the multiply-adds of one image's forward pass, except those of a frozen model.
+        """Counts the multiply-adds of a forward pass of one image. A frozen model is not counted.
 
         With `regularization`, the training pass is counted.
         """

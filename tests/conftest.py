@@ -52,14 +52,14 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
 
 def pytest_addoption(parser):
-    text = 'do not check the shapes and types of annotations'
-    parser.addoption('--no-shape-checks', action='store_true', help=text)
+    text = 'check the shapes and types of all annotations of vit_jax'
+    parser.addoption('--shape-checks', action='store_true', help=text)
 
 
 def pytest_configure(config):
     """Imports vit_jax with jaxtyping's hook. xdist's parent process runs no test and needs none."""
     waits = config.getoption('numprocesses', None) and not hasattr(config, 'workerinput')
-    if waits or config.getoption('no_shape_checks'):
+    if waits or not config.getoption('shape_checks'):
         return
     # Under the hook whatever is imported would be compiled anew, other people's code too.
     theirs = 'flax', 'grain', 'matplotlib.pyplot', 'optax', 'orbax.checkpoint', 'scipy.stats'
@@ -121,7 +121,7 @@ def pytest_runtest_setup(item):
 def pytest_collection_finish(session):
     # With the hook, runpy compiles vit_jax with checks and saves the result as the ordinary .pyc.
     # Processes without the hook would load that file and fail.
-    sys.dont_write_bytecode = not session.config.getoption('no_shape_checks')
+    sys.dont_write_bytecode = session.config.getoption('shape_checks')
 
 
 @pytest.fixture(autouse=True)

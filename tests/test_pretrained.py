@@ -222,7 +222,7 @@ def test_other_images_change_what_they_must_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize('name, value', [('channels', -3), ('gelu', 'erf'), ('num_classes', '2')])
 def test_a_wrong_override_is_named(name, value):
-    # In the tests beartype checks types, and its TypeError comes first.
+    # With --shape-checks, beartype's TypeError comes first.
     with pytest.raises((UserError, TypeError), match=name):
         vit_jax.load(reference.path(NAME), **{name: value})
 
@@ -391,12 +391,18 @@ def test_convert_writes_prints_and_does_not_overwrite(tmp_path, capsys):
 
 
 NAMES = tuple('abcdefghij')
-NAMED = loaded(tiny.model(), class_names=NAMES)
-# Another head: logits are linear in the parameters that differ.
-HEAD = jax.tree.map(lambda leaf: np.flip(leaf) - 0.1, NAMED.params['head'])
-OTHER = changed(NAMED, params=NAMED.params | {'head': HEAD})
-OTHER_NAMES = changed(NAMED, class_names=(*NAMES[:9], 'z'))
-OTHER_MEAN = changed(NAMED, preprocessing=Preprocessing(exif_rotation=False, mean=(1.0,) * 3))
+
+
+@pytest.fixture(scope='module')
+def named():
+    return loaded(tiny.model(), class_names=NAMES)
+
+
+@pytest.fixture(scope='module')
+def other(named):
+    """It has another head: logits are linear in the parameters that differ."""
+    head = jax.tree.map(lambda leaf: np.flip(leaf) - 0.1, named.params['head'])
+    return changed(named, params=named.params | {'head': head})
 
 
 def average(folder, flag, *models):
@@ -409,22 +415,26 @@ def average(folder, flag, *models):
 
 
 @pytest.mark.gate
-def test_logits_of_averaged_heads_are_averages_and_copies_have_the_same_bits(tmp_path):
-    assert average(tmp_path, '--average', NAMED, NAMED, NAMED) == NAMED
-    assert average(tmp_path, '--weights=1,0', NAMED, OTHER) == NAMED
-    one, two = (model.logits(tiny.images()) for model in (NAMED, OTHER))
-    found = average(tmp_path, '--weights=.25,.75', NAMED, OTHER).logits(tiny.images())
+def test_logits_of_averaged_heads_are_averages_and_copies_have_the_same_bits(
+    named, other, tmp_path
+):
+    assert average(tmp_path, '--average', named, named, named) == named
+    assert average(tmp_path, '--weights=1,0', named, other) == named
+    one, two = (model.logits(tiny.images()) for model in (named, other))
+    found = average(tmp_path, '--weights=.25,.75', named, other).logits(tiny.images())
     np.testing.assert_allclose(found, 0.25 * one + 0.75 * two, atol=1e-5)  # float32 rounding
 
 
-def test_what_cannot_be_averaged_is_rejected_by_name(tmp_path):
+def test_what_cannot_be_averaged_is_rejected_by_name(named, other, tmp_path):
+    other_names = changed(named, class_names=(*NAMES[:9], 'z'))
+    mean = Preprocessing(exif_rotation=False, mean=(1.0,) * 3)
     for name, flag, *models in (
-        ('model.depth', '--average', NAMED, loaded(tiny.model(depth=2), class_names=NAMES)),
-        ("class_names.9: 'j' -> 'z'", '--average', NAMED, OTHER_NAMES),
-        ('preprocessing.mean', '--average', NAMED, OTHER_MEAN),
-        ('IN: got 2', '--traceback', NAMED, NAMED),
-        ('IN: got 1', '--average', NAMED),
-        ('weights', '--weights=.5,.6', NAMED, NAMED),
+        ('model.depth', '--average', named, loaded(tiny.model(depth=2), class_names=NAMES)),
+        ("class_names.9: 'j' -> 'z'", '--average', named, other_names),
+        ('preprocessing.mean', '--average', named, changed(named, preprocessing=mean)),
+        ('IN: got 2', '--traceback', named, named),
+        ('IN: got 1', '--average', named),
+        ('weights', '--weights=.5,.6', named, named),
     ):
         with pytest.raises(UserError, match=name):
             average(tmp_path, flag, *models)

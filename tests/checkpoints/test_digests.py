@@ -99,6 +99,7 @@ def test_a_description_that_cannot_be_read_is_named_as_damaged(copy):
         path.write_bytes(data)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize('text', ['[]', '{}', '', '{"a"', None])
 def test_digests_that_cannot_be_read_are_damage(copy, text):
     folder = copy / 'checkpoints/10'
@@ -118,6 +119,7 @@ def test_digests_are_of_the_bytes_of_each_file(tmp_path):
     assert json.loads((tmp_path / 'digests.json').read_text()) == expected
 
 
+@pytest.mark.gate
 def test_a_disk_that_cannot_be_read_is_no_damage(copy, monkeypatch):
     def fail(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))

@@ -238,6 +238,7 @@ def test_the_orientation_is_found_wherever_it_is(name, tmp_path):
         np.testing.assert_array_equal(found, np.rot90(plain, -1), err_msg=door)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     'stored',
     [

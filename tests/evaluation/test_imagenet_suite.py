@@ -63,9 +63,8 @@ def accuracy_by_hand(network, paths, labels, allowed, cut=0):
     return np.mean([one in right for one, right in zip(best, labels, strict=True)])
 
 
-@pytest.mark.parametrize(
-    'name, folder', [pytest.param('a', 'imagenet-a', marks=pytest.mark.gate), ('r', 'imagenet-r')]
-)
+@pytest.mark.gate
+@pytest.mark.parametrize('name, folder', [('a', 'imagenet-a'), ('r', 'imagenet-r')])
 def test_only_the_classes_of_a_and_r_are_predicted(network, tmp_path, name, folder):
     """With timm's lists of the 200 class numbers: the argmax of the logits of these classes."""
     numbers = json.loads(pathlib.Path('tests/fixtures/imagenet_subsets.json').read_text())[name]

@@ -94,6 +94,7 @@ def test_a_new_student_is_as_far_from_the_teacher_as_equal_probabilities(dtype, 
     assert metrics.means['task_loss'] == pytest.approx(np.log(10), rel=1e-6)
 
 
+@pytest.mark.gate
 @pytest.mark.nightly
 def test_devices_parts_and_sharding_change_nothing_and_the_teacher_stays(tmp_path):
     rate = {'optimizer': OptimizerConfig(kind='sgd')}

@@ -118,6 +118,7 @@ def colors(parts):
     return (red << 6) | (green << 3) | blue
 
 
+@pytest.mark.gate
 def test_the_loss_is_that_of_the_colors_of_corrupted_patches():
     config, logits = MaskedPatches(), RNG.normal(size=(6, 8, 512))
     expected = colors(tiles(BATCH['images']))

@@ -19,8 +19,6 @@ from vit_jax.training.param_groups import make_param_groups
 
 DEVICES = 8
 DEPTH, RATE = 12, 0.5
-SHAPES = abstract_params(tiny.model(depth=DEPTH, width=64, mlp_dim=128))
-PARAMS, GRADIENT = tiny.random_params(SHAPES), tiny.random_params(SHAPES, scale=0.01)
 BACKBONE = Backbone(blocks=(1, 1), width=32)
 QUERY, OUT, CONVOLUTION = (
     'encoder/block/attention/query/kernel',
@@ -29,7 +27,10 @@ QUERY, OUT, CONVOLUTION = (
 )
 
 CONFIG = OptimizerConfig(kind='muon')
-MUON = make_optimizer(CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, SHAPES))
+
+
+def muon(shapes):
+    return make_optimizer(CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, shapes))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -42,9 +43,7 @@ def two_updates(optimizer, params, gradient):
 def test_kernels_of_other_shapes_move_as_their_matrices_by_optax_alone():
     """In float64: the iterations multiply rounding of small singular values by up to 480."""
     shapes = abstract_params(tiny.model(width=64, patch_size=(1, 1), backbone=BACKBONE))
-    optimizer = make_optimizer(
-        CONFIG, lambda _: jnp.asarray(RATE), make_param_groups(CONFIG, shapes)
-    )
+    optimizer = muon(shapes)
     params, gradient = tiny.random_params(shapes), tiny.random_params(shapes, scale=0.01)
     with jax.enable_x64(True):
         params, gradient = (jax.tree.map(np.float64, tree) for tree in (params, gradient))
@@ -58,14 +57,14 @@ def test_kernels_of_other_shapes_move_as_their_matrices_by_optax_alone():
             np.testing.assert_allclose(found[name][index], expected, atol=1e-6)
 
 
-def lower_update(**sizes):
+def lower_update(optimizer, shapes, **sizes):
     """The update on a mesh, traced; the places of its arguments; the operations that it counts."""
     config = MeshConfig(fsdp_min_mb=0.0, **sizes)
     mesh = make_mesh(config, jax.devices() if sizes else jax.devices()[:1])
-    arguments = SHAPES, jax.eval_shape(MUON.init, SHAPES), SHAPES
+    arguments = shapes, jax.eval_shape(optimizer.init, shapes), shapes
     places = shardings_for(arguments, mesh, config)
-    step = jit_on(MUON.update, mesh, in_shardings=places, out_shardings=places[:2])
-    operations = count_update_operations(CONFIG, SHAPES, mesh)
+    step = jit_on(optimizer.update, mesh, in_shardings=places, out_shardings=places[:2])
+    operations = count_update_operations(CONFIG, shapes, mesh)
     return step.lower(*arguments), places, operations
 
 
@@ -79,14 +78,17 @@ def lower_update(**sizes):
 )
 def test_devices_share_the_blocks_and_the_updates_stay_the_same(sizes):
     """12 blocks on 8 devices are 2 each. Products are all but 5 % of the operations."""
-    alone, split = lower_update(), lower_update(**sizes)
+    shapes = abstract_params(tiny.model(depth=DEPTH, width=64, mlp_dim=128))
+    params, gradient = tiny.random_params(shapes), tiny.random_params(shapes, scale=0.01)
+    optimizer = muon(shapes)
+    alone, split = lower_update(optimizer, shapes), lower_update(optimizer, shapes, **sizes)
     assert 'sharding_constraint' not in alone[0].as_text() and ' pad' not in alone[0].as_text()
     assert split[2] == alone[2] * 2 / DEPTH
     updates = []
     for lowered, places, operations in (alone, split):
         compiled = lowered.compile()
         assert compiled.cost_analysis()['flops'] == pytest.approx(operations, rel=0.05)
-        inputs = jax.device_put((GRADIENT, MUON.init(PARAMS), PARAMS), places)
+        inputs = jax.device_put((gradient, optimizer.init(params), params), places)
         updates.append(named_leaves(compiled(*inputs)[0]))
     for name, leaf in updates[1].items():
         np.testing.assert_allclose(leaf, updates[0][name], atol=1e-6, err_msg=name)

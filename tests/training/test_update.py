@@ -84,6 +84,7 @@ def test_a_masked_example_changes_nothing():
 
 
 @pytest.mark.gate
+@pytest.mark.gate
 def test_a_batch_of_masked_examples_only_moves_nothing():
     state, metrics = step(BATCH | {'mask': jnp.zeros(8, bool)})
     assert metrics.means['loss'] == metrics.num_examples == metrics.scalars['gradient_norm'] == 0

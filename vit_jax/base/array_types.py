@@ -1,4 +1,4 @@
-"""jaxtyping's shape annotations and types for trees of arrays. Tests check all annotated shapes."""
+"""jaxtyping's shape annotations and types for trees of arrays. The gate checks all of them."""
 
 from typing import Any
 

@@ -238,7 +238,6 @@ def test_the_orientation_is_found_wherever_it_is(name, tmp_path):
         np.testing.assert_array_equal(found, np.rot90(plain, -1), err_msg=door)
 
 
-@pytest.mark.gate
 @pytest.mark.parametrize(
     'stored',
     [
@@ -255,6 +254,7 @@ def test_an_orientation_that_is_damaged_or_none_turns_nothing(stored):
     np.testing.assert_array_equal(decoded(stored), decoded(stored, exif_rotation=False))
 
 
+@pytest.mark.gate
 def test_a_png_of_very_many_chunks_is_rejected():
     stored = with_chunks(*[(b'teSt', b'')] * image_decoding.Limit.PNG_CHUNKS)
     with pytest.raises(UserError, match='262,144 chunks'):

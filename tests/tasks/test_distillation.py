@@ -94,7 +94,6 @@ def test_a_new_student_is_as_far_from_the_teacher_as_equal_probabilities(dtype, 
     assert metrics.means['task_loss'] == pytest.approx(np.log(10), rel=1e-6)
 
 
-@pytest.mark.gate
 @pytest.mark.nightly
 def test_devices_parts_and_sharding_change_nothing_and_the_teacher_stays(tmp_path):
     rate = {'optimizer': OptimizerConfig(kind='sgd')}
@@ -116,6 +115,7 @@ def test_devices_parts_and_sharding_change_nothing_and_the_teacher_stays(tmp_pat
     chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)  # float32 sums in another order
 
 
+@pytest.mark.gate
 def test_each_head_has_its_own_target():
     model, params = tiny.built(tiny.model(depth=1, pool='cls_dist'))
     scale = functools.partial(normalize, preprocessing=SCALING)

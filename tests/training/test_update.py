@@ -84,13 +84,13 @@ def test_a_masked_example_changes_nothing():
 
 
 @pytest.mark.gate
-@pytest.mark.gate
 def test_a_batch_of_masked_examples_only_moves_nothing():
     state, metrics = step(BATCH | {'mask': jnp.zeros(8, bool)})
     assert metrics.means['loss'] == metrics.num_examples == metrics.scalars['gradient_norm'] == 0
     chex.assert_trees_all_close(state.params, tiny.random_params(state.params), rtol=0)
 
 
+@pytest.mark.gate
 def test_gradients_are_those_of_the_mean_loss():
     model, params = tiny.built(tiny.model())
 

@@ -6,10 +6,12 @@ python -m benchmarks.input_speed --photos=FOLDER [--variant=Ti/16] [--batch_size
 the extra `tf` installed, tf.data is measured on the same photos in a TFRecord file. Threads of both
 compete; --alone=pipeline and --alone=tf.data measure each in its own process. The pipeline is
 measured in the second epoch, in which files are not checked for damage again; --alone=first-epoch
-measures the first epoch.
+measures the first epoch. --alone=simulated measures everything but decoding: microseconds of each
+part, and the rate with many cores, for which the decoder waits instead.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
+from unittest import mock
 
 import cv2
 import jax
@@ -32,11 +35,12 @@ from vit_jax.base import plural
 from vit_jax.base.array_types import Batch
 from vit_jax.cli import app
 from vit_jax.config import TrainConfig
-from vit_jax.data import image_decoding, loading
+from vit_jax.data import image_decoding, image_preprocessing, loading, sampling
 from vit_jax.data.augmentation import Augmentation, augment, augreg
-from vit_jax.data.image_decoding import decode
-from vit_jax.data.image_preprocessing import InceptionCrop, RandomCrop, decode_and_crop
-from vit_jax.data.loading import ExampleRef, ImageReader, count_cores
+from vit_jax.data.image_decoding import MAX_PIXELS, decode
+from vit_jax.data.image_preprocessing import InceptionCrop, crop_jpegs, decode_and_crop
+from vit_jax.data.loading import ImageReader, LoaderConfig, count_cores
+from vit_jax.data.sampling import Examples
 from vit_jax.data.sources.base import Source, labeled_source, select
 from vit_jax.data.sources.folders import unlabeled_source
 from vit_jax.distributed import meshes, sharding_rules
@@ -45,6 +49,7 @@ from vit_jax.experiment.build import build_experiment
 from vit_jax.models import variant
 from vit_jax.planning.memory_plan import with_dummy_data
 from vit_jax.training.duration import Duration
+from vit_jax.training.loop import Clock
 from vit_jax.training.losses import make_targets
 
 SIMULATED_SECONDS = 1 / 600  # seconds per image on a simulated core
@@ -81,15 +86,25 @@ def undecoded_images(count: int) -> Source:
     return labeled_source(range(count), [0] * count, ('a',), read=lambda i: image)
 
 
-def slow_images(count: int, seconds: float) -> Source:
-    """Returns images that take `seconds` to read without using a core, to simulate cores."""
-    image = np.zeros((224, 224, 3), np.uint8)
+class SimulatedDecoder:
+    """Chooses the regions of JPEGs, and then waits instead of decoding and resizing them."""
 
-    def read(index: int) -> np.ndarray:
-        time.sleep(seconds)
-        return image
+    def __init__(self, seconds: float):
+        self.seconds = seconds  # for an image
+        self.find_regions = image_decoding.region_decoder().find_regions
 
-    return labeled_source(range(count), [0] * count, ('a',), read=read)
+    def decode_regions(self, files: tuple[bytes, ...], regions: Any, pixels: Any) -> bytes:
+        time.sleep(self.seconds * len(files))
+        return b'\1' * len(files)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replaces the decoder and the resizing of whole images."""
+        with contextlib.ExitStack() as stack:
+            replace = functools.partial(mock.patch.object, image_preprocessing)
+            stack.enter_context(replace('region_decoder', lambda: self))
+            stack.enter_context(mock.patch.object(cv2, 'resize', lambda *arguments, **_: None))
+            yield
 
 
 def make_reading_step(reader: ImageReader, threads: int, batch_size: int) -> Callable[[], int]:
@@ -99,7 +114,7 @@ def make_reading_step(reader: ImageReader, threads: int, batch_size: int) -> Cal
 
     def step() -> int:
         drawn = rng.integers(0, len(reader.source), batch_size)
-        reader.examples([ExampleRef(int(i), epoch=1) for i in drawn], pool)
+        reader.examples(Examples.of(drawn, epoch=1), pool)
         return batch_size
 
     return step
@@ -154,20 +169,90 @@ def measure_host(reader: ImageReader, batch_size: int, seconds: float) -> None:
         print_rate(name, make_reading_step(reader, threads, batch_size), seconds)
 
 
-def measure_simulated_cores(reader: ImageReader, seconds: float) -> None:
-    """Measures how the rate grows with the number of cores until Python limits it."""
-    simulated = dataclasses.replace(
-        reader, crop=RandomCrop(scale=1.0), source=slow_images(10_000, SIMULATED_SECONDS)
+def photos_in_memory(source: Source) -> Source:
+    """Returns the first photos that the decoder of regions reads, repeated, in memory."""
+    files = [source.read(index)[0] for index in range(250)]
+    regions = np.zeros((250, 7), np.int32)
+    options = 0.05, 1.0, 0.75, 1.33, 224, 224, True, True, MAX_PIXELS
+    keys = np.zeros(250, np.uint64)
+    image_decoding.region_decoder().find_regions(tuple(files), keys, regions, options)
+    plain = [file for file, region in zip(files, regions, strict=True) if region.any()]
+    print(f'{len(plain)} of 250 photos are usual JPEGs; the others take the general path')
+    return labeled_source(
+        range(NUM_IMAGES), [0] * NUM_IMAGES, ('a',), read=lambda i: plain[i % len(plain)]
     )
-    for count in 4, 8, 16, 32, 64:
-        name = f'{count} simulated cores of {1 / SIMULATED_SECONDS:.0f} images/s'
-        print_rate(name, make_reading_step(simulated, count, 1024), seconds)
+
+
+def measure_simulated_cores(reader: ImageReader, seconds: float) -> None:
+    """Measures how the rate grows with the number of cores until Python limits it.
+
+    Everything is real except decoding and resizing: order, keys, headers, regions, labels, batches.
+    """
+    reader = dataclasses.replace(reader, source=photos_in_memory(reader.source))
+    sharding = meshes.batch_sharding(meshes.make_mesh(meshes.MeshConfig()))
+    with SimulatedDecoder(SIMULATED_SECONDS).installed():
+        for cores in 4, 8, 16, 32, 64:
+            config = LoaderConfig(threads=cores)
+            batches = batches_of(reader, sharding, 1024, config=config)
+
+            def step(batches: Iterator[Batch] = batches) -> int:
+                next(batches)
+                return 1024
+
+            name = f'{cores} simulated cores of {1 / SIMULATED_SECONDS:.0f} images/s'
+            print_rate(name, step, seconds)
+        clock = Clock()
+        config = LoaderConfig(threads=64)
+        placing = functools.partial(clock, 'step')
+        batches = batches_of(reader, sharding, 128, config=config, placing=placing)
+        for step_number in range(400):
+            if step_number == 100:
+                clock.seconds.clear()
+            with clock('data wait'):
+                next(batches)
+            with clock('step'):
+                time.sleep(0.01)
+        share = clock.seconds['data wait'] / sum(clock.seconds.values())
+        print(f'64 simulated cores, batches of 128, steps of 10 ms: data wait {share:.1%}')
+
+
+def measure_parts(reader: ImageReader) -> None:
+    """Prints the CPU microseconds per image of all parts but decoding and resizing."""
+    reader = dataclasses.replace(reader, source=photos_in_memory(reader.source))
+    crop = reader.crop
+    assert isinstance(crop, InceptionCrop)
+    count = 1024
+    positions = np.arange(count)
+    sampler = sampling.shuffle(len(reader.source), seed=0)
+    examples = Examples.of(sampler(positions).index, epoch=1)
+    keys = sampling.example_keys(0, examples)
+    files = [reader.source.read(int(index))[0] for index in examples.index]
+    groups = [tuple(files[i : i + 16]) for i in range(0, count, 16)]
+    regions = np.zeros((16, 7), np.int32)
+    options = *crop.area, *crop.aspect, *reader.size, crop.reduced, True, MAX_PIXELS
+    find_regions = image_decoding.region_decoder().find_regions
+    pool = futures.ThreadPoolExecutor(1)
+    parts: dict[str, Callable[[], Any]] = {
+        'order': lambda: sampler(positions),
+        'keys': lambda: sampling.example_keys(0, examples),
+        'regions, without the lock': lambda: [
+            find_regions(group, keys[:16], regions, options) for group in groups
+        ],
+        'batch, with regions': lambda: reader.examples(examples, pool),
+    }
+    with SimulatedDecoder(0).installed():
+        for name, part in parts.items():
+            times = []
+            for _ in range(10):
+                began = time.process_time()
+                part()
+                times.append(time.process_time() - began)
+            print(f'{name:<36}{1e6 * min(times) / count:>9.2f} microseconds per image')
 
 
 def measure_augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
     """Measures augmentation on the device: AugReg's level medium2, and DeiT III's."""
-    refs = [ExampleRef(i) for i in range(batch_size)]
-    images = reader.examples(refs, futures.ThreadPoolExecutor(1))
+    images = reader.examples(Examples.of(np.arange(batch_size)), futures.ThreadPoolExecutor(1))
     key = jax.random.key(0)
     targets = functools.partial(make_targets, num_classes=1000)
     deit3 = Augmentation(flip=True, three_augment=True, color_jitter=0.3, mixup=0.8, cutmix=1.0)
@@ -184,16 +269,22 @@ def measure_augmentation(reader: ImageReader, batch_size: int, seconds: float) -
 
 
 def batches_of(
-    reader: ImageReader, sharding: NamedSharding, batch_size: int, *, epoch: int = 1
+    reader: ImageReader,
+    sharding: NamedSharding,
+    batch_size: int,
+    *,
+    epoch: int = 1,
+    config: LoaderConfig | None = None,
+    **options: Any,
 ) -> Iterator[Batch]:
     """Yields batches on the devices, starting at an epoch (from 0)."""
-    loader = loading.make_loader(reader, loading.LoaderConfig(), sharding)
+    loader = loading.make_loader(reader, config, sharding)
     steps = range(epoch * (len(reader.source) // batch_size + 1), 10**9)
-    return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0)
+    return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0, **options)
 
 
 def make_batches(
-    photos: str, size: tuple[int, int], batch_size: int, config: loading.LoaderConfig
+    photos: str, size: tuple[int, int], batch_size: int, config: LoaderConfig
 ) -> Iterator[Batch]:
     """Yields batches of random crops of the photos in a folder, on the devices, without end."""
     source = unlabeled_source([photos])
@@ -236,28 +327,38 @@ def measure_large_photos(photos: str, size: tuple[int, int]) -> None:
         noisy = np.clip(pixels + rng.normal(0, 6, pixels.shape), 0, 255).astype(np.uint8)
         jpegs.append(cv2.imencode('.jpg', noisy, [cv2.IMWRITE_JPEG_QUALITY, 90])[1].tobytes())
     draws = [(jpeg, seed) for seed in range(3) for jpeg in jpegs]
+    keys = sampling.hash_numbers(np.arange(3))
     means = []
     for jpeg, seed in draws:
         image = decode(jpeg, exif_rotation=True)
-        top, left, h, w = InceptionCrop().region(image.shape[:2], np.random.default_rng(seed))
-        part = image[top : top + h, left : left + w]
+        region = InceptionCrop().region(image.shape[:2], keys[seed])
+        part = image_decoding.cut(image, region)
         means.append(cv2.resize(part, size[::-1], interpolation=cv2.INTER_AREA).astype(float))
-    crops: dict[str, Callable[[bytes, np.random.Generator], np.ndarray]] = {
-        'whole photo': lambda x, rng: InceptionCrop()(decode(x, exif_rotation=True), size, rng)
-    }
-    parts: dict[str, dict[str, Any]] = {
-        'only the crop': {'crop': InceptionCrop(reduced=False), 'to_end': False},
-        'reduced, first epoch': {'crop': InceptionCrop()},
-        'reduced': {'crop': InceptionCrop(), 'to_end': False},
-    }
-    for name, options in parts.items():
-        crops[name] = functools.partial(
-            lambda x, rng, crop, **o: decode_and_crop(x, crop, size, rng, exif_rotation=True, **o),
-            **options,
+
+    def crop_region(jpeg: bytes, seed: int, *, crop: InceptionCrop, to_end: bool) -> np.ndarray:
+        result = np.empty((*size, 3), np.uint8)
+        crop_jpegs(
+            (jpeg,),
+            crop,
+            keys[[seed]],
+            [result],
+            exif_rotation=True,
+            max_pixels=MAX_PIXELS,
+            to_end=np.array([to_end]),
         )
+        return result
+
+    full_size = InceptionCrop(reduced=False)
+    whole = functools.partial(decode_and_crop, crop=full_size, size=size, exif_rotation=True)
+    crops: dict[str, Callable[[bytes, int], np.ndarray]] = {
+        'whole photo': lambda jpeg, seed: whole(jpeg, key=keys[seed]),
+        'only the crop': functools.partial(crop_region, crop=full_size, to_end=False),
+        'reduced, first epoch': functools.partial(crop_region, crop=InceptionCrop(), to_end=True),
+        'reduced': functools.partial(crop_region, crop=InceptionCrop(), to_end=False),
+    }
     for name, crop_image in crops.items():
         began = time.process_time()
-        cropped = [crop_image(x, np.random.default_rng(seed)) for x, seed in draws]
+        cropped = [crop_image(jpeg, seed) for jpeg, seed in draws]
         milliseconds = 1e3 * (time.process_time() - began) / len(draws)
         error = np.mean([abs(x - mean).mean() for x, mean in zip(cropped, means, strict=True)])
         print(
@@ -338,7 +439,9 @@ def main() -> None:
     parser.add_argument('--variant', default='Ti/16')
     parser.add_argument('--batch_size', type=app.positive_int, default=64)
     parser.add_argument('--seconds', type=float, default=5.0)
-    parser.add_argument('--alone', choices=['pipeline', 'first-epoch', 'tf.data', 'large'])
+    parser.add_argument(
+        '--alone', choices=['pipeline', 'first-epoch', 'tf.data', 'large', 'simulated']
+    )
     arguments = parser.parse_args()
     size = (224, 224)
     batch_size = arguments.batch_size
@@ -352,10 +455,15 @@ def main() -> None:
     reader = ImageReader(source, InceptionCrop(), size, exif_rotation=True)
     if arguments.alone == 'large':
         return measure_large_photos(arguments.photos, reader.size)
+    if arguments.alone == 'simulated':
+        measure_parts(reader)
+        return measure_simulated_cores(reader, seconds)
     if arguments.alone:
         return measure_alone(arguments.alone, reader, arguments.photos, batch_size, seconds)
     measure_host(reader, batch_size, seconds)
-    measure_simulated_cores(reader, seconds)
+    if image_decoding.region_decoder() is not None:
+        measure_parts(reader)
+        measure_simulated_cores(reader, seconds)
     measure_augmentation(reader, batch_size, seconds)
     to_device = measure_with_model(reader, arguments.variant, batch_size, seconds)
     if importlib.util.find_spec('tensorflow'):

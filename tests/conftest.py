@@ -62,7 +62,7 @@ def pytest_configure(config):
     if waits or not config.getoption('shape_checks'):
         return
     # Under the hook whatever is imported would be compiled anew, other people's code too.
-    theirs = 'flax', 'grain', 'matplotlib.pyplot', 'optax', 'orbax.checkpoint', 'scipy.stats'
+    theirs = 'flax', 'matplotlib.pyplot', 'optax', 'orbax.checkpoint', 'scipy.stats'
     # Records check what they are given themselves, at each assignment: checked twice, the
     # configurations alone took ten seconds of each process.
     for name in (*theirs, 'vit_jax.base.records'):

@@ -99,20 +99,20 @@ def is_here(index):
 
 def hang_loader(number, index):
     @replacing(loading.ImageReader, 'examples')
-    def _(load, reader, draws, pool):
-        if is_here(index) and any(d and d.epoch > 0 for d in draws):
+    def _(load, reader, examples, pool):
+        if is_here(index) and examples.epoch.any():
             hanging.set()
             hang()
-        return load(reader, draws, pool)
+        return load(reader, examples, pool)
 
 
 def stalled_images(number, index):
     """Every `number`th training image is never read to its end."""
 
-    @replacing(loading.ImageReader, 'example')
-    def _(example, reader, ref):
-        stalls = len(reader.source) > 1000 and ref.index % number == 0
-        return hang() if stalls else example(reader, ref)
+    @replacing(loading.ImageReader, '_read_rows')
+    def _(read, reader, rows, examples, *more):
+        stalls = len(reader.source) > 1000 and (examples.index[rows] % number == 0).any()
+        return hang() if stalls else read(reader, rows, examples, *more)
 
 
 def slow_compile(number, index):

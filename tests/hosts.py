@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1  # of Linux
 _BEFORE = {'starting': 'data    ', 'compiling': 'compile for'}  # said before there is an event log
 
 context = multiprocessing.get_context('forkserver')
-context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2', 'grain'])
+context.set_forkserver_preload(['vit_jax.train', 'tests.tiny', 'cv2'])
 
 
 def free_port():

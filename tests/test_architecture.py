@@ -92,7 +92,7 @@ def test_a_training_needs_no_tensorflow_and_its_model_and_update_no_library_of_d
 import importlib.abc, sys
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ('cv2', 'grain', 'sklearn', 'beartype', 'tensorboardX',
+        if name.split('.')[0] in ('cv2', 'sklearn', 'beartype', 'tensorboardX',
                                    'tensorflow', 'orbax'):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())

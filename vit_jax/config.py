@@ -24,7 +24,8 @@ from vit_jax.training.objectives import Distillation, MaskedAutoencoder, MaskedP
 from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 from vit_jax.training.update import draw_patch_size
 
-FORMAT = 4  # format number of work directories; increases when their files change
+FORMAT = 5  # format number of work directories; increases when a run cannot be resumed
+READABLE_FORMATS = 4, FORMAT  # 4: another order of images; not resumed
 # Kinds of lines in metrics.jsonl that are not names of evaluations.
 _RESERVED_KINDS = 'train', 'fewshot', 'skipped'
 Writer = Callable[[dict[str, Any]], None]  # gets each line of metrics.jsonl
@@ -256,20 +257,23 @@ def write_config(path: Path, values: dict[str, Any]) -> None:
     write_json(path, {'format': FORMAT} | values)
 
 
-def read_config(path: Path, **options: Any) -> dict[str, Any]:
+def read_config(
+    path: Path, *, formats: Sequence[int] = READABLE_FORMATS, **options: Any
+) -> dict[str, Any]:
     """Reads a file of `write_config`; `options` are passed to `json.loads`.
 
     Raises:
-      UserError: If the file has another format number.
+      UserError: If the file has another format number than `formats`.
       OSError, ValueError: If the file cannot be read.
     """
     values = read_json(path, **options)
     if not isinstance(values, dict):
         raise ValueError(f'{path}: not a JSON object')
     number = values.pop('format', None)
+    expected = ' or '.join(map(str, formats))
     require(
-        number == FORMAT,
-        f'{path}: format is {number}; expected {FORMAT}; use the version of vit_jax that wrote it, '
-        'or another --workdir',
+        number in formats,
+        f'{path}: format is {number}; expected {expected}; use the version of vit_jax that wrote '
+        'it, or another --workdir',
     )
     return values

@@ -23,6 +23,7 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import ImageInfo, SplitReport
+from vit_jax.data.sampling import Examples
 from vit_jax.data.sources.base import Source, split_names
 from vit_jax.data.sources.opening import Opener, make_opener, open_splits, require_outside
 from vit_jax.experiment.build import make_readers, open_start, resolve_preprocessing
@@ -203,15 +204,15 @@ def _write_sheet(
     names = source.read_names(range(len(source)))
     indices = [index for index, name in enumerate(names) if name in readable_images][:_ROWS]
     require(bool(indices), f'none of {len(source)} training images is readable')
-    examples = [evaluated.example(loading.ExampleRef(index)) for index in indices]
+    examples = [evaluated.example(index) for index in indices]
     columns = [[image for image, _ in examples]]
     targets = functools.partial(make_targets, num_classes=len(source.class_names))
     augmented = jax.jit(functools.partial(augment, config=config.augmentation, targets_of=targets))
     key = make_purpose_key(config.seed, AUGMENT)
     with futures.ThreadPoolExecutor() as pool:
         for epoch in range(_EPOCHS):
-            refs = [loading.ExampleRef(i, epoch) for i in indices]
-            batch = augmented(key, trained.examples(refs, pool))
+            examples_of_epoch = Examples.of(np.array(indices), epoch)
+            batch = augmented(key, trained.examples(examples_of_epoch, pool))
             columns.append(list(np.asarray(batch['images']).round().astype(np.uint8)))
     numbers = [np.flatnonzero(x) if source.multi_label else [int(x)] for _, x in examples]
     class_names = source.class_names or ('',)  # images without classes have the label 0

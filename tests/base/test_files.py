@@ -187,6 +187,22 @@ def test_every_reader_rejects_what_is_no_file_at_once(tmp_path, name):
         path.rename(tmp_path / kind)
 
 
+def test_a_file_is_read_whole_however_little_each_call_returns(tmp_path, monkeypatch):
+    (tmp_path / 'file').write_bytes(bytes(range(100)))
+    read = os.read
+    monkeypatch.setattr(os, 'read', lambda descriptor, count: read(descriptor, min(count, 7)))
+    assert files.read_file(tmp_path / 'file', 100) == bytes(range(100))
+    with pytest.raises(OSError, match='expected at most 99'):
+        files.read_file(tmp_path / 'file', 99)
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='no files of size 0 in /proc')
+def test_a_file_without_a_size_is_read_to_its_end():
+    read = files.read_file('/proc/self/status', 2**20)
+    assert read.startswith(b'Name:') and b'Threads:' in read
+    assert files.read_file('/proc/sys/kernel/pid_max', 100).strip().isdigit()
+
+
 @pytest.mark.skipif(not os.access('/proc/kmsg', os.R_OK), reason='only root can read /proc/kmsg')
 def test_a_file_that_waits_for_events_does_not_block(tmp_path):
     (path := tmp_path / 'events').symlink_to('/proc/kmsg')

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from vit_jax.base import UserError
-from vit_jax.data import image_decoding, image_preprocessing
+from vit_jax.data import image_decoding, image_preprocessing, sampling
 
 PHOTO = np.kron(np.random.default_rng(0).integers(0, 256, (6, 9, 3)), np.ones((8, 8, 1))).astype(
     np.uint8
@@ -438,7 +438,8 @@ def test_an_inception_crop_of_any_image_has_its_size_and_its_area(shape):
     crop = image_preprocessing.InceptionCrop(area=(0.5, 0.9))
     for _ in range(100):
         assert (crop(image, (4, 6), rng) == np.full((4, 6, 3), 9)).all()
-        top, left, height, width = crop.region(shape, rng)
+    for key in sampling.hash_numbers(np.arange(100)):
+        top, left, height, width = crop.region(shape, key)
         assert 0 <= top <= shape[0] - height and 0 <= left <= shape[1] - width
         assert shape != (10, 10) or 50 <= height * width <= 90
 

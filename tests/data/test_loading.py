@@ -1,8 +1,10 @@
+import contextlib
 import dataclasses
 import io
 import itertools
 import types
 from concurrent import futures
+from typing import ClassVar
 
 import chex
 import cv2
@@ -14,7 +16,8 @@ from PIL import Image
 from vit_jax.base import UserError
 from vit_jax.data import inspection, loading
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
-from vit_jax.data.loading import ExampleRef, make_reader
+from vit_jax.data.loading import make_reader
+from vit_jax.data.sampling import Examples
 from vit_jax.data.sources.arrays import array_source
 from vit_jax.data.sources.base import Source
 from vit_jax.distributed.meshes import MeshConfig, batch_sharding, make_mesh
@@ -50,7 +53,7 @@ def test_a_network_is_shown_images_as_its_preprocessing_says(rotation):
     source = dataclasses.replace(SOURCE, read=lambda index: (file.getvalue(), 0))
     crop = CentralCrop(scale=1.5)
     preprocessing = Preprocessing(crop=crop, exif_rotation=rotation)
-    shown, _ = loading.make_reader(source, preprocessing, (4, 3)).example(loading.ExampleRef(0))
+    shown, _ = loading.make_reader(source, preprocessing, (4, 3)).example(0)
     turned = np.rot90(IMAGES[0], -1) if rotation else IMAGES[0]
     np.testing.assert_array_equal(shown, crop(np.ascontiguousarray(turned), (4, 3), None))
 
@@ -64,63 +67,12 @@ def test_batch_n_is_the_same_wherever_the_iteration_begins(crop, chosen):
         assert_same(taken(loader(crop, chosen=chosen), seed=4), whole)
 
 
-@pytest.mark.parametrize('repeats, batch_size', [(3, 12), (3, 32), (2, 7)])
-def test_a_batch_repeats_its_images_with_other_random_numbers(repeats, batch_size):
-    once, distinct = loading.shuffled_sampler(N, seed=3), -(-batch_size // repeats)
-    config = loading.LoaderConfig(repeats=repeats)
-    repeated = loading.training_sampler(SOURCE, config, batch_size=batch_size, seed=3)
-    refs = [repeated(position) for position in range(20 * batch_size)]
-    assert len({*refs}) == len(refs)  # an epoch and an image give different random numbers
-    for step in range(20):
-        rows = [ref.index for ref in refs[step * batch_size :][:batch_size]]
-        images = [once(step * distinct + place).index for place in range(distinct)]
-        assert rows == (repeats * images)[:batch_size]
-        if len({*images}) == distinct:  # no epoch ends in this batch
-            assert all(a != b for a, b in zip(rows, rows[-1:] + rows, strict=False))  # MixUp
-
-
-@pytest.mark.parametrize('balance', [0.3, pytest.param(1.0, marks=pytest.mark.gate)])
-def test_classes_are_as_frequent_as_configured_and_their_images_take_turns(balance):
-    sizes = np.array([1, 3, 0, 10, 60])
-    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(5), sizes))
-    sampler = loading.balanced_sampler(labels, balance=balance, seed=3)
-    refs = [sampler(position) for position in range(7 * 74)]
-    shares = sizes ** (1 - balance) * (sizes > 0)
-    for epochs in range(1, 8):
-        uses = np.bincount([ref.index for ref in refs[: epochs * 74]], minlength=74)
-        counts = np.bincount(labels, weights=uses)
-        np.testing.assert_allclose(counts, epochs * 74 * shares / shares.sum(), atol=1)
-        assert all(np.ptp(uses[labels == number]) <= 1 for number in (0, 1, 3, 4))
-    assert len({*refs}) == len(refs)
-    assert np.count_nonzero(np.diff([labels[ref.index] for ref in refs[:74]])) > 20  # mixed
-    first = {ref.index for ref in refs[:74] if labels[ref.index] == 4}  # a part of a turn
-    assert first != {*np.flatnonzero(labels == 4)[: len(first)]}
-
-
-def test_classes_of_one_size_have_orders_of_their_own():
-    """An epoch uses 30 of the 40 images of each of two classes."""
-    sampler = loading.balanced_sampler(np.repeat([0, 1, 2], [10, 40, 40]), balance=1.0, seed=3)
-    indices = np.array([sampler(position).index for position in range(90)])
-    one, other = ({*indices[(indices >= n) & (indices < n + 40)] - n} for n in (10, 50))
-    assert len(one) == len(other) == 30 and one != other
-
-
 @pytest.mark.parametrize('kind', [{'multi_label': True}, {'class_names': ()}])
 def test_images_without_exactly_one_class_are_not_balanced(kind):
     with pytest.raises(UserError, match='loader.balance=1.0'):
         config = loading.LoaderConfig(balance=1.0)
         source = dataclasses.replace(SOURCE, **kind)
         loading.training_sampler(source, config, batch_size=8, seed=3)
-
-
-def test_the_order_of_examples_is_the_one_of_all_earlier_runs():
-    """Recorded on 2026-11-26: another order would change every run that is resumed."""
-    order = loading.shuffled_sampler(10, seed=0)
-    drawn = [dataclasses.astuple(order(position)) for position in (0, 1, 9, 10, 11, 19, 29)]
-    assert drawn == [(1, 0), (2, 0), (3, 0), (9, 1), (6, 1), (7, 1), (0, 2)]
-    order = loading.shuffled_sampler(1_281_167, seed=3)
-    drawn = [order(position).index for position in (0, 1, 2, 1_281_167)]
-    assert drawn == [178790, 310391, 232272, 993828]
 
 
 @pytest.mark.parametrize('chosen', [{}, CHOSEN])
@@ -153,6 +105,31 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(count, chos
 
 
 @pytest.mark.parametrize('placement', ['host', 'device'])
+def test_reading_and_placing_are_told_apart(placement):
+    """With two CPU devices, placing may wait for the step that runs: that is no wait for data."""
+    events = []
+
+    @contextlib.contextmanager
+    def placing():
+        events.append('begin')
+        yield
+        events.append('end')
+
+    with_events = loader(placement=placement)
+    place = with_events.place
+    with_events = dataclasses.replace(
+        with_events, place=lambda batch: events.append('place') or place(batch)
+    )
+    batches = loading.training_batches(
+        with_events, steps=range(3), batch_size=8, seed=3, placing=placing
+    )
+    for _ in range(2):
+        next(batches)
+        assert events == ['begin', 'place', 'end']
+        events.clear()
+
+
+@pytest.mark.parametrize('placement', ['host', 'device'])
 @pytest.mark.parametrize('batch_size', [8, 32, 64])
 def test_sequential_examples_come_once_each_in_order_then_padding(placement, batch_size):
     indices = np.array([5, 3, 36, 0, 11, 12, 13, 14, 15, 16, 17])
@@ -171,7 +148,7 @@ def broken_source():
 
 def test_a_batch_begins_where_a_cpu_device_takes_it_without_a_copy():
     for _ in range(5):
-        images = loader().load([loading.ExampleRef(0)] * 3)['images']
+        images = loader().load(Examples.of(np.zeros(3, int)))['images']
         assert images.ctypes.data % 64 == 0
         alone = jax.device_put(images, jax.devices()[0])
         assert alone.unsafe_buffer_pointer() == images.ctypes.data
@@ -179,10 +156,39 @@ def test_a_batch_begins_where_a_cpu_device_takes_it_without_a_copy():
 
 def test_random_crops_depend_on_epoch_and_example_and_not_on_the_batch():
     crop = loader(RandomCrop(scale=2.0))
-    refs = [loading.ExampleRef(i, epoch) for epoch in (0, 1) for i in range(10)]
-    whole = crop.load(refs)['images']
-    np.testing.assert_array_equal(crop.load(refs[7:12][::-1])['images'], whole[7:12][::-1])
+    index, epoch = np.tile(np.arange(10), 2), np.repeat([0, 1], 10)
+    whole = crop.load(Examples(index, epoch))['images']
+    part = slice(12, 7, -1)
+    np.testing.assert_array_equal(
+        crop.load(Examples(index[part], epoch[part]))['images'], whole[part]
+    )
     assert (whole[:10] != whole[10:]).any(axis=(1, 2, 3)).sum() >= 8
+
+
+@dataclasses.dataclass(kw_only=True)
+class OwnCrop(Resize):
+    """A crop of a user, who may also spawn generators."""
+
+    random: ClassVar[bool] = True
+    extra: int = 0
+
+    def __call__(self, image, size, rng):
+        (child,) = rng.spawn(1)
+        return np.roll(image, child.integers(5), axis=0)[: size[0] + self.extra, : size[1]]
+
+
+def test_a_crop_of_the_user_has_random_numbers_of_its_image():
+    reader = loading.ImageReader(SOURCE, OwnCrop(), (2, 2), exif_rotation=True)
+    first = [reader.example(index)[0] for index in range(10)]
+    np.testing.assert_array_equal(first, [reader.example(index)[0] for index in range(10)])
+    other = [reader.example(index, epoch=1)[0] for index in range(10)]
+    assert any((a != b).any() for a, b in zip(first, other, strict=True))
+
+
+def test_a_crop_of_the_user_with_another_size_is_no_unreadable_image():
+    reader = loading.ImageReader(SOURCE, OwnCrop(extra=1), (2, 2), True, on_unreadable='skip')
+    with futures.ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match='broadcast'):
+        reader.examples(Examples.of(0), pool)
 
 
 @pytest.mark.parametrize('placement', ['host', 'device'])
@@ -278,7 +284,7 @@ def test_a_label_that_is_no_whole_number_is_rejected_not_rounded():
         with pytest.raises(
             UserError, match=r'mine: got the label array\(0.75\); expected class numbers'
         ):
-            reader.examples([ExampleRef(0)], pool)
+            reader.examples(Examples.of(0), pool)
     with pytest.raises(UserError, match='mine: got the label'):
         assert source.labels is None
     mixed = dataclasses.replace(source, label_of=[1, 0.5, 1].__getitem__)

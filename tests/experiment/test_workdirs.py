@@ -130,3 +130,14 @@ def test_a_work_directory_of_another_format_is_rejected(tmp_path, number):
     with pytest.raises(UserError, match=message):
         config_files.read_config_file(str(file))
     assert json.loads(file.read_text()) == values
+
+
+def test_a_run_with_another_order_of_images_is_read_and_not_resumed(tmp_path):
+    with workdirs.open_workdir(str(tmp_path), VALUES, Job()):
+        (tmp_path / 'checkpoints' / '5').mkdir(parents=True)
+    file = tmp_path / 'config.json'
+    file.write_text(json.dumps(json.loads(file.read_text()) | {'format': 4}))
+    with pytest.raises(UserError, match='format is 4; expected 5'):
+        with workdirs.open_workdir(str(tmp_path), VALUES, Job(), accept_changes=True):
+            pass
+    assert history.read_history(tmp_path, 'run').config == VALUES

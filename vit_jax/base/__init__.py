@@ -11,6 +11,7 @@ from vit_jax.base.array_types import (
     Params,
     Scalar,
     UInt8,
+    UInt64,
 )
 from vit_jax.base.errors import MissingFile, StorageError, UserError, plural, raise_all
 from vit_jax.base.files import atomic_write, write_bytes, write_json, write_text

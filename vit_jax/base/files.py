@@ -274,14 +274,26 @@ def read_file(path: Path | str, limit: int) -> bytes:
         size = path.stat().length
         _require_size(path, size, limit)
         return path.read_bytes()
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    require_file(path)
+    # A file object would double the time that a small file takes.
+    binary = getattr(os, 'O_BINARY', 0)  # on Windows
+    descriptor = _open_without_waiting(os.fspath(path), os.O_RDONLY | binary)
+    blocks = []
+    length = 0
+    try:
+        size = os.fstat(descriptor).st_size
         _require_size(path, size, limit)
-        contents: bytes = file.read(size + 1) or b''
-        while not size and len(contents) <= limit and (block := file.read(2**16)):
-            contents += block  # of a file in /proc, whose size is 0; None: it has no data yet
-    _require_size(path, len(contents), limit)
-    return contents
+        is_complete = False
+        while not is_complete and length <= limit:
+            blocks.append(os.read(descriptor, size - length + 1 if size else 2**16))
+            length += len(blocks[-1])
+            is_complete = not blocks[-1] or length == size > 0  # a file in /proc has the size 0
+    except BlockingIOError:  # a file in /proc that has no further data yet
+        pass
+    finally:
+        os.close(descriptor)
+    _require_size(path, length, limit)
+    return b''.join(blocks)
 
 
 def _require_size(path: Path | str, size: int, limit: int) -> None:

@@ -13,7 +13,7 @@ from vit_jax.base import Array, Float, Record, require, require_between
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.models import Gelu, ResNetConfig, ViTConfig
 
-_PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy'
+_PACKAGES = 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy'
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -233,6 +233,8 @@ def read_orientation(image: 'bytes | PillowImage') -> int:
         if image.startswith(_TIFF_STARTS) or any(mark in image for mark in _MARKS):
             if image.startswith(_PNG_START):
                 return _find_in_png(image)
+            if is_jpeg(image):  # also with a damaged list of further images, which Pillow rejects
+                return _find_in_pillow(_pillow().OPEN['JPEG'][0](io.BytesIO(image), ''))
             return _find_in_pillow(open_with_pillow(image))
     return 1
 
@@ -382,7 +384,8 @@ def region_decoder() -> Any:
     decoding, but returns gray pixels for damaged data without an error.
     """
     with contextlib.suppress(ImportError):
-        return importlib.import_module('vit_jax.data.jpeg_region')
+        module = importlib.import_module('vit_jax.data.jpeg_region')
+        return module if hasattr(module, 'decode_regions') else None  # else of an older version
     return None
 
 
@@ -402,11 +405,10 @@ def decode_region(
     *,
     exif_rotation: bool,
     max_pixels: int = MAX_PIXELS,
-    to_end: bool = True,
 ) -> Image:
-    """Decodes a region of an image, with the same pixels and errors as `decode`.
+    """Decodes an image and returns a region of it.
 
-    With a `region_decoder`, the pixels of a JPEG outside the region are not computed.
+    With a reduction of 1, pixels and errors are those of `decode`.
 
     Args:
       stored: The bytes of an encoded file, or a uint8 array.
@@ -415,8 +417,6 @@ def decode_region(
         frequency domain. The region is extended to whole pixels of the smaller image.
       exif_rotation: Whether to apply the EXIF orientation.
       max_pixels: The most pixels that the whole image may have.
-      to_end: Whether to detect damage below the region of a JPEG, which takes an eighth of the
-        decoding time of a photo of 0.1 MB.
     """
     region = None
     if is_jpeg(stored) and (header := read_header(stored, max_pixels)).is_plain_jpeg:
@@ -426,11 +426,9 @@ def decode_region(
             upright = header.width, header.height
         region, reduction = choose(upright)
         stored_region, shape = _as_stored(region, upright, orientation, reduction)
-        image = _decode_jpeg_region(
-            stored, stored_region, shape, reduction=reduction, to_end=to_end
-        )
+        image = _decode_reduced(stored, shape)
         if image is not None:
-            return apply_orientation(image, orientation)
+            return apply_orientation(cut(image, stored_region), orientation)
     whole = decode(stored, exif_rotation=exif_rotation, max_pixels=max_pixels)
     if region is None:
         region, _ = choose((whole.shape[0], whole.shape[1]))
@@ -469,20 +467,11 @@ def _as_stored(
     return (top, left, rows, columns), (height, width)
 
 
-def _decode_jpeg_region(
-    stored: bytes, region: Region, shape: tuple[int, int], *, reduction: int, to_end: bool
-) -> Image | None:
-    """Decodes a region of a JPEG that has this shape when reduced.
-
-    Returns None if the JPEG is damaged anywhere or has 12 bits per channel.
-    """
-    if region_decoder() is not None:
-        pixels = np.empty((*region[2:], 3), np.uint8)
-        is_whole = region_decoder().decode_into(stored, pixels, region, reduction, to_end)
-        return pixels if is_whole else None
+def _decode_reduced(stored: bytes, shape: tuple[int, int]) -> Image | None:
+    """Decodes a JPEG that has this shape when reduced; returns None if it is damaged."""
     import simplejpeg
 
     with contextlib.suppress(ValueError):
-        whole = simplejpeg.decode_jpeg(stored, min_height=shape[0], min_width=shape[1])
-        return cut(whole, region) if whole.shape[:2] == shape else None
+        image = simplejpeg.decode_jpeg(stored, min_height=shape[0], min_width=shape[1])
+        return image if image.shape[:2] == shape else None
     return None

@@ -8,12 +8,15 @@ A batch is a dict of arrays: `images` (b h w 3, uint8); `labels` (b, or b k if m
 randomness of an example is derived.
 """
 
+import collections
+import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, Literal, NamedTuple
 
@@ -22,27 +25,24 @@ import numpy as np
 import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.base import Batch, Int, Record, UInt8, UserError, require, require_between
-from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT
-from vit_jax.data.image_preprocessing import Crop, Preprocessing, Size, decode_and_crop
-from vit_jax.data.sources.base import Label, Source, check_label
+from vit_jax.base import Batch, Int, Record, UInt8, UInt64, UserError, require, require_between
+from vit_jax.data import sampling
+from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT, is_jpeg
+from vit_jax.data.image_preprocessing import (
+    Crop,
+    InceptionCrop,
+    Preprocessing,
+    Size,
+    crop_jpegs,
+    decode_and_crop,
+)
+from vit_jax.data.sampling import PADDING, Examples, Sampler
+from vit_jax.data.sources.base import EncodedImage, Label, Source, check_label
 from vit_jax.distributed.meshes import MeshConfig, batch_sharding, local_rows, make_mesh, put
 
 OnUnreadable = Literal['error', 'skip']
 _SKIP_HINT = '--config.loader.on_unreadable=skip skips unreadable images'
-_ROWS = 4  # rows that a thread reads at a time: few, so that all threads finish together
-
-
-@dataclasses.dataclass(frozen=True)
-class ExampleRef:
-    """Identifies an example by its index in the source and its epoch, both from 0.
-
-    The epoch is the number of earlier uses of the image. Different uses have different random
-    numbers. Without repeats and class balance it is the number of complete passes over the source.
-    """
-
-    index: int
-    epoch: int = 0
+_ROWS = 16  # rows that a thread reads at a time: one call into C serves them all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,54 +58,119 @@ class ImageReader:
     max_pixels: int = MAX_PIXELS  # images with more pixels are unreadable
     on_skipped: Callable[[str], None] | None = None  # called with a message per skipped image
 
-    def examples(self, refs: Sequence[ExampleRef | None], pool: futures.Executor) -> Batch:
-        """Reads a batch with the threads of the pool; None stands for padding, which is masked.
+    def examples(self, examples: Examples, pool: futures.Executor) -> Batch:
+        """Reads a batch with the threads of the pool; padding is masked.
 
         Raises UserError for an unreadable image; masks it instead if on_unreadable is 'skip'.
         """
-        batch = _describe_examples(refs)
-        images = _aligned_zeros((len(refs), *self.size, 3))
-        labels = np.zeros((len(refs), *self.source.label_shape), np.int32)
+        count = len(examples.index)
+        batch = _describe_examples(examples)
+        batch['images'] = _aligned_empty((count, *self.size, 3))
+        batch['images'][~batch['mask']] = 0
+        batch['labels'] = np.zeros((count, *self.source.label_shape), np.int32)
+        keys = self._keys(examples)
 
-        def read_rows(start: int) -> None:
-            for row, ref in enumerate(refs[start : start + _ROWS], start):
-                if ref is None:
-                    continue
-                try:
-                    images[row], label = self.example(ref)
-                except UserError as error:
-                    if self.on_unreadable != 'skip':
-                        raise UserError(f'{error} ({_SKIP_HINT})') from error
-                    batch['mask'][row] = False
-                    if self.on_skipped is not None:
-                        self.on_skipped(str(error))
-                else:
-                    check_label(label, self.source.data)
-                    labels[row] = label
+        def read(start: int) -> None:
+            self._read_rows(range(start, min(start + _ROWS, count)), examples, keys, batch)
 
-        list(pool.map(read_rows, range(0, len(refs), _ROWS)))  # raises the threads' exceptions
-        return batch | {'images': images, 'labels': labels}
+        list(pool.map(read, range(0, count, _ROWS)))  # raises the threads' exceptions
+        return batch
 
-    def example(self, ref: ExampleRef) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
+    def example(self, index: int, epoch: int = 0) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
         """Reads a cropped image and its label. Raises UserError if the image is unreadable."""
-        key = self.seed, ref.epoch, ref.index
-        rng = np.random.default_rng(key) if self.crop.random else None
+        keys = self._keys(Examples.of(index, epoch))
         try:
-            stored, label = self.source.read(ref.index)
-            image = decode_and_crop(
-                stored,
-                self.crop,
-                self.size,
-                rng,
-                exif_rotation=self.exif_rotation,
-                max_pixels=self.max_pixels,
-                # The first epoch reads all files completely and stops at a damaged one.
-                to_end=ref.epoch == 0 or self.on_unreadable == 'skip',
-            )
-            return image, label
+            stored, label = self.source.read(index)
+            return self._crop(stored, None if keys is None else keys[0]), label
         except (ValueError, OSError) as error:
-            why = getattr(error, 'strerror', None) or error
-            raise UserError(f'{self.source.name_of(ref.index)}: {why}') from error
+            raise UserError(self._describe(index, error)) from error
+
+    def _keys(self, examples: Examples) -> UInt64[np.ndarray, 'n'] | None:
+        return sampling.example_keys(self.seed, examples) if self.crop.random else None
+
+    def _crop(self, stored: EncodedImage, key: np.uint64 | None) -> UInt8[np.ndarray, 'h w 3']:
+        return decode_and_crop(
+            stored,
+            self.crop,
+            self.size,
+            key,
+            exif_rotation=self.exif_rotation,
+            max_pixels=self.max_pixels,
+        )
+
+    def _read_rows(
+        self,
+        rows: range,
+        examples: Examples,
+        keys: UInt64[np.ndarray, 'n'] | None,
+        batch: Batch,
+    ) -> None:
+        """Reads, decodes and crops these rows of a batch, JPEGs together if that is possible."""
+        images: dict[int, EncodedImage] = {}
+        labels: dict[int, Label] = {}
+        errors: dict[int, Exception] = {}
+        for row in rows:
+            index = int(examples.index[row])
+            if index == PADDING:
+                continue
+            try:
+                images[row], labels[row] = self.source.read(index)
+            except (ValueError, OSError) as error:
+                errors[row] = error
+        cropped = self._crop_jpegs(images, examples, keys, batch)
+        for row, stored in images.items():
+            if row in cropped:
+                continue
+            try:
+                image = self._crop(stored, None if keys is None else keys[row])
+            except (ValueError, OSError) as error:
+                errors[row] = error
+            else:
+                batch['images'][row] = image
+        for row in sorted(errors):
+            self._mask(row, int(examples.index[row]), errors[row], batch)
+        for row in labels.keys() - errors.keys():
+            check_label(labels[row], self.source.data)
+            batch['labels'][row] = labels[row]
+
+    def _crop_jpegs(
+        self,
+        images: dict[int, EncodedImage],
+        examples: Examples,
+        keys: UInt64[np.ndarray, 'n'] | None,
+        batch: Batch,
+    ) -> set[int]:
+        """Crops JPEGs into their rows with one call for all. Returns the rows that are done."""
+        jpegs = {row: image for row, image in images.items() if is_jpeg(image)}
+        if not isinstance(self.crop, InceptionCrop) or not jpegs:
+            return set()
+        assert keys is not None
+        rows = [*jpegs]
+        is_cropped = crop_jpegs(
+            [*jpegs.values()],
+            self.crop,
+            keys[rows],
+            [batch['images'][row] for row in rows],
+            exif_rotation=self.exif_rotation,
+            max_pixels=self.max_pixels,
+            # The first epoch reads all files completely and stops at a damaged one.
+            to_end=(examples.epoch[rows] == 0) | (self.on_unreadable == 'skip'),
+        )
+        return {*itertools.compress(rows, is_cropped)}
+
+    def _describe(self, index: int, error: Exception) -> str:
+        why = getattr(error, 'strerror', None) or error
+        return f'{self.source.name_of(index)}: {why}'
+
+    def _mask(self, row: int, index: int, error: Exception, batch: Batch) -> None:
+        """Masks an unreadable image, or raises UserError."""
+        text = self._describe(index, error)
+        if self.on_unreadable != 'skip':
+            raise UserError(f'{text} ({_SKIP_HINT})') from error
+        batch['mask'][row] = False
+        batch['images'][row] = 0
+        if self.on_skipped is not None:
+            self.on_skipped(text)
 
 
 def make_reader(
@@ -137,19 +202,19 @@ def make_warning(*, shown: int = 5) -> Callable[[str], None]:
     return warn
 
 
-def _describe_examples(refs: Sequence[ExampleRef | None]) -> Batch:
-    """Returns the arrays `epoch`, `example` and `mask` of a batch; all are 0 for padding."""
+def _describe_examples(examples: Examples) -> Batch:
+    """Returns the arrays `epoch`, `example` and `mask` of a batch; `example` is 0 for padding."""
     return {
-        'epoch': np.array([ref.epoch if ref else 0 for ref in refs], np.int32),
-        'example': np.array([ref.index if ref else 0 for ref in refs], np.int32),
-        'mask': np.array([ref is not None for ref in refs]),
+        'epoch': examples.epoch.astype(np.int32),
+        'example': np.maximum(examples.index, 0).astype(np.int32),
+        'mask': examples.index != PADDING,
     }
 
 
-def _aligned_zeros(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
-    """Returns zeros at an address divisible by 64, so that jax on a CPU does not copy them."""
+def _aligned_empty(shape: tuple[int, ...]) -> UInt8[np.ndarray, '...']:
+    """Allocates bytes at an address divisible by 64, so that jax on a CPU does not copy them."""
     size = math.prod(shape)
-    memory = np.zeros(size + 64, np.uint8)
+    memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size].reshape(shape)
 
@@ -239,90 +304,22 @@ def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int
     )
 
 
-# Maps a position in the stream of examples to an example; None: padding.
-Sampler = Callable[[int], ExampleRef | None]
-
-
-def shuffled_sampler(count: int, *, seed: int) -> Callable[[int], ExampleRef]:
-    """Returns a sampler of an endless stream that shuffles all examples anew in each epoch."""
-    import grain  # takes a quarter of a second, and not all programs read batches
-
-    indices = grain.MapDataset.range(count).seed(seed).shuffle().repeat(None)
-    return lambda position: ExampleRef(int(indices[position]), position // count)
-
-
-def balanced_sampler(
-    labels: Int[np.ndarray, 'n'], *, balance: float, seed: int
-) -> Callable[[int], ExampleRef]:
-    """Returns a sampler of an endless stream in which rare classes are more frequent.
-
-    An epoch has as many examples as there are images, in random order. A class of m images has a
-    share of each epoch that is proportional to m^(1 - balance). Its number of examples in all
-    epochs so far differs from the exact share by at most 1. The images of a class are used
-    equally often, in an order that is shuffled anew in each pass.
-
-    Args:
-      labels: The class number of each image.
-      balance: 0: classes are as frequent as their images; 1: all classes are equally frequent.
-      seed: Seed of the order.
-    """
-    _, counts = np.unique(labels, return_counts=True)
-    by_class = np.split(np.argsort(labels, kind='stable'), np.cumsum(counts)[:-1])
-    shares = np.cumsum(counts ** (1.0 - balance))
-    shares = np.concatenate([[0], shares / shares[-1]])
-    order = shuffled_sampler(len(labels), seed=seed)
-
-    @functools.lru_cache(maxsize=4)  # a batch has examples of few epochs
-    def starts(epoch: int) -> Int[np.ndarray, 'c']:
-        """Returns the first position of each class if all earlier examples are sorted by class."""
-        return np.rint(shares * len(labels) * epoch).astype(np.int64)
-
-    @functools.cache
-    def turns(number: int) -> Callable[[int], ExampleRef]:
-        class_seed = np.random.SeedSequence((seed, number)).generate_state(1)[0]
-        return shuffled_sampler(len(by_class[number]), seed=int(class_seed))
-
-    def sampler(position: int) -> ExampleRef:
-        place = order(position)
-        before = starts(place.epoch)
-        after = starts(place.epoch + 1)
-        in_epoch = after - before  # where each class starts in this epoch, if sorted by class
-        number = int(np.searchsorted(in_epoch, place.index, side='right')) - 1
-        used = before[number + 1] - before[number] + place.index - in_epoch[number]
-        turn = turns(number)(int(used))
-        return ExampleRef(int(by_class[number][turn.index]), turn.epoch)
-
-    return sampler
-
-
 def training_sampler(
     source: Source, config: LoaderConfig, *, batch_size: int, seed: int
-) -> Callable[[int], ExampleRef]:
+) -> Sampler:
     """Returns the sampler of training batches: shuffled, balanced and repeated as configured.
-
-    The copies of an image are `batch_size / repeats` rows apart, rounded up. So MixUp and CutMix,
-    which mix neighbors, do not mix an image with its copy, and the copies are on different devices
-    if there are `repeats` devices. If `repeats` does not divide the batch size, some images of a
-    batch have fewer copies.
 
     Raises:
       UserError: If classes are to be balanced but an image has not exactly one class.
     """
     check_balance(source, config)
-    sampler = shuffled_sampler(len(source), seed=seed)
     if config.balance:
-        sampler = balanced_sampler(source.labels, balance=config.balance, seed=seed)
+        sampler = sampling.balance_classes(source.labels, balance=config.balance, seed=seed)
+    else:
+        sampler = sampling.shuffle(len(source), seed=seed)
     if config.repeats == 1:
         return sampler
-    distinct = -(-batch_size // config.repeats)
-
-    def repeated(position: int) -> ExampleRef:
-        step, row = divmod(position, batch_size)
-        copy, place = divmod(row, distinct)
-        ref = sampler(step * distinct + place)
-        return ExampleRef(ref.index, ref.epoch * config.repeats + copy)
-
-    return repeated
+    return sampling.repeat(sampler, config.repeats, batch_size=batch_size)
 
 
 def check_balance(source: Source, config: LoaderConfig) -> None:
@@ -339,7 +336,7 @@ class Loader:
     """The two steps that make a batch; `training_batches` and `sequential_batches` call them."""
 
     source: Source
-    load: Callable[[Sequence[ExampleRef | None]], Batch]  # reads into host memory; None: padding
+    load: Callable[[Examples], Batch]  # reads into host memory
     place: Callable[[Batch], Batch]  # maps the loaded arrays, moved to devices, to the batch
     sharding: NamedSharding  # of the batches
     config: LoaderConfig
@@ -397,7 +394,7 @@ def _keep_on_device(
     reader: ImageReader, pool: futures.Executor, sharding: NamedSharding, config: LoaderConfig
 ) -> Loader:
     """Reads all images once; then `load` lists the examples of a batch and `place` gathers them."""
-    examples = reader.examples([*map(ExampleRef, range(len(reader.source)))], pool)
+    examples = reader.examples(Examples.of(np.arange(len(reader.source))), pool)
     stored = put(examples, dict.fromkeys(examples, NamedSharding(sharding.mesh, PartitionSpec())))
 
     place = functools.partial(_gather, sharding, stored)
@@ -419,32 +416,59 @@ def host_batches(
 
     Args:
       loader: Loads the examples.
-      sampler: Maps a position in the stream of examples to an example; None: padding. Row r of step
-        n has the position n * batch_size + r.
+      sampler: Maps positions in the stream of examples to examples. Row r of step n has the
+        position n * batch_size + r.
       steps: The steps of the batches.
       rows: The rows of the global batch to load.
       batch_size: Rows of the global batch.
     """
-    import grain
 
     def load(step: int) -> Batch:
-        return loader.load([sampler(int(step) * batch_size + int(row)) for row in rows])
+        return loader.load(sampler(step * batch_size + rows))
 
-    dataset = grain.MapDataset.range(steps.start, steps.stop).map(load)
-    # Two batches ahead: one is being loaded while another one is ready.
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(2, prefetch_buffer_size=2)))
+    # At least two batches ahead: one is being loaded while another one is ready. More if a batch
+    # has too few rows for all threads.
+    threads = loader.config.threads or count_cores()
+    ahead = min(8, max(2, -(-_ROWS * threads // len(rows))))
+    pool = futures.ThreadPoolExecutor(ahead)
+    pending = collections.deque(pool.submit(load, step) for step in steps[:ahead])
+    later = iter(steps[ahead:])
+    try:
+        while pending:
+            batch = pending.popleft().result()
+            pending.extend(pool.submit(load, step) for step in itertools.islice(later, 1))
+            yield batch
+    finally:
+        for future in pending:
+            future.cancel()
+        pool.shutdown(wait=False)
 
 
-def batches(loader: Loader, sampler: Sampler, *, steps: range, batch_size: int) -> Iterator[Batch]:
-    """Yields the global batches of these steps on the devices."""
+def batches(
+    loader: Loader,
+    sampler: Sampler,
+    *,
+    steps: range,
+    batch_size: int,
+    placing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Iterator[Batch]:
+    """Yields the global batches of these steps on the devices; enters `placing` to move each."""
     rows = local_rows(loader.sharding, batch_size)
     for local in host_batches(loader, sampler, steps=steps, rows=rows, batch_size=batch_size):
         shapes = {name: (batch_size, *x.shape[1:]) for name, x in local.items()}
-        yield loader.place(jax.make_array_from_process_local_data(loader.sharding, local, shapes))
+        with placing():
+            batch = jax.make_array_from_process_local_data(loader.sharding, local, shapes)
+            batch = loader.place(batch)
+        yield batch
 
 
 def training_batches(
-    loader: Loader, *, steps: range, batch_size: int, seed: int
+    loader: Loader,
+    *,
+    steps: range,
+    batch_size: int,
+    seed: int,
+    placing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Iterator[Batch]:
     """Yields the batches of these steps, from examples that are shuffled anew in each epoch.
 
@@ -456,9 +480,11 @@ def training_batches(
       steps: The steps of the batches, such as range(1000).
       batch_size: Images per batch of all processes.
       seed: Seed of the order.
+      placing: Makes a context in which each batch is moved to the devices, for example to measure
+        how long this takes.
     """
     sampler = training_sampler(loader.source, loader.config, batch_size=batch_size, seed=seed)
-    return batches(loader, sampler, steps=steps, batch_size=batch_size)
+    return batches(loader, sampler, steps=steps, batch_size=batch_size, placing=placing)
 
 
 def sequential_batches(
@@ -466,10 +492,8 @@ def sequential_batches(
 ) -> Iterator[Batch]:
     """Yields batches of the images with these indices once, in order; the last batch is padded."""
 
-    def sampler(position: int) -> ExampleRef | None:
-        return ExampleRef(int(indices[position])) if position < len(indices) else None
-
     steps = range(-(-len(indices) // batch_size))
+    sampler = sampling.in_order(indices)
     return batches(loader, sampler, steps=steps, batch_size=batch_size)
 
 

@@ -485,8 +485,14 @@ class TrainingRun:
         experiment = self.opened.experiment
         config = experiment.config
         loader = experiment.batches.make_loader(experiment.train_reader)
+        clock = self.reporter.clock
         batches = loading.training_batches(
-            loader, steps=steps, batch_size=config.batch_size, seed=config.seed
+            loader,
+            steps=steps,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            # Moving a batch to the devices may wait for the running step.
+            placing=lambda: clock('step'),
         )
 
         def update(
@@ -507,7 +513,7 @@ class TrainingRun:
                 steps=steps,
                 on_metrics=self._on_metrics,
                 actions=self._actions(),
-                clock=self.reporter.clock,
+                clock=clock,
                 max_skipped_steps=config.max_skipped_steps,
                 spike_deviations=config.spike_deviations,
                 losses=self.reporter.losses,

@@ -19,7 +19,7 @@ from vit_jax.base.files import open_file, try_lock
 from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import package_versions
 from vit_jax.checkpoints.store import FOLDER
-from vit_jax.config import TrainConfig, config_differences, read_config, write_config
+from vit_jax.config import FORMAT, TrainConfig, config_differences, read_config, write_config
 from vit_jax.distributed.processes import Job
 
 CONFIG = 'config.json'
@@ -106,7 +106,7 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
     if not digests.list_steps(folder / FOLDER):
         return None
     with usable(folder / CONFIG, 'the configuration of the run that has checkpoints here'):
-        return read_config(folder / CONFIG)
+        return read_config(folder / CONFIG, formats=(FORMAT,))
 
 
 def read_dtype(path: str) -> str:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from vit_jax.base import Array, Batch, Float, Int, Params, UserError, plural, require
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import normalize
-from vit_jax.data.loading import ExampleRef, ImageReader, LoaderConfig
+from vit_jax.data.loading import ImageReader, LoaderConfig
 from vit_jax.distributed import meshes
 from vit_jax.models import ResNetConfig, ViTConfig, with_highest_precision
 from vit_jax.models.taps import Reduction
@@ -153,8 +153,8 @@ class Images:
 
         Pixels at the bottom and the right that fill no patch are left out.
         """
-        refs = self.indices[:count].tolist()
-        images = [model.reader.example(ExampleRef(index))[0] for index in refs]
+        indices = self.indices[:count].tolist()
+        images = [model.reader.example(index)[0] for index in indices]
         height, width = np.multiply(model.vit.grid, model.vit.patch_size_in_pixels)
         return np.stack(images)[:, :height, :width].astype(np.float32) / 255
 
@@ -172,7 +172,7 @@ def find_readable(
 
     def find_problem(index: int) -> str | None:
         try:
-            reader.example(ExampleRef(index))
+            reader.example(index)
         except UserError as error:
             return str(error)
         return None

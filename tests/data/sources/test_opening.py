@@ -215,7 +215,7 @@ def test_a_link_to_no_file_is_an_image_that_cannot_be_read(root):
     assert len(source) == 12 + 2 + 8 and str(link) in described(source)
     reader = loading.ImageReader(source, Resize(), (8, 8), exif_rotation=True)
     with pytest.raises(ValueError, match=f'^{link}: '):
-        reader.example(loading.ExampleRef(described(source).index(str(link))))
+        reader.example(described(source).index(str(link)))
 
 
 @pytest.fixture

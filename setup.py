@@ -6,7 +6,7 @@ REGIONS = Extension(
     'vit_jax.data.jpeg_region',
     ['vit_jax/data/jpeg_region.c'],
     libraries=['jpeg'],
-    extra_compile_args=['-ffp-contract=off'],  # so that regions are those of Python
+    extra_compile_args=['-ffp-contract=off'],  # else regions may differ from Python's
     optional=True,  # whole images are decoded without it
 )
 

@@ -408,7 +408,7 @@ def decode_region(
 ) -> Image:
     """Decodes an image and returns a region of it.
 
-    With a reduction of 1, pixels and errors are those of `decode`.
+    With a reduction of 1, gives the same pixels and errors as `decode`.
 
     Args:
       stored: The bytes of an encoded file, or a uint8 array.

@@ -305,7 +305,7 @@ def crop_jpegs(
 ) -> list[bool]:
     """Writes the results of `decode_and_crop` for JPEGs; decodes only the regions of the crops.
 
-    Needs the `region_decoder`.
+    Without a `region_decoder`, crops none of the files.
 
     Args:
       files: The bytes of encoded files.
@@ -348,7 +348,7 @@ def crop_jpegs(
 
     decoded = 0
     for row, (_, _, region_rows, region_columns, *_) in enumerate(regions.tolist()):
-        if region_rows == 0:  # it was not found
+        if region_rows == 0:  # the decoder could not read the file
             continue
         rows.append(row)
         pixels.append(np.empty((region_rows, region_columns, 3), np.uint8))

@@ -33,6 +33,14 @@ static void on_message(j_common_ptr info, int level) {
   if (level < 0) leave(info);
 }
 
+/* The caller sets `errors->out`. */
+static struct jpeg_error_mgr *prepare_errors(Errors *errors) {
+  jpeg_std_error(&errors->base);
+  errors->base.error_exit = leave;
+  errors->base.emit_message = on_message;
+  return &errors->base;
+}
+
 typedef struct {
   int height, width, orientation;
 } Header;
@@ -123,9 +131,7 @@ static int read_orientation(jpeg_saved_marker_ptr marker) {
 static Header read_header(const Py_buffer *stored) {
   struct jpeg_decompress_struct info;
   Errors errors;
-  info.err = jpeg_std_error(&errors.base);
-  errors.base.error_exit = leave;
-  errors.base.emit_message = on_message;
+  info.err = prepare_errors(&errors);
   if (setjmp(errors.out)) {
     jpeg_destroy_decompress(&info);
     return (Header){0, 0, 0};
@@ -210,9 +216,7 @@ static int decode(const Py_buffer *stored, Region region, JSAMPROW pixels,
                   JSAMPROW volatile *line) {
   struct jpeg_decompress_struct info;
   Errors errors;
-  info.err = jpeg_std_error(&errors.base);
-  errors.base.error_exit = leave;
-  errors.base.emit_message = on_message;
+  info.err = prepare_errors(&errors);
   if (setjmp(errors.out)) {
     jpeg_destroy_decompress(&info);
     return 0;

@@ -25,7 +25,7 @@ from vit_jax.training.optimizer import OptimizerConfig, ScheduleConfig
 from vit_jax.training.update import draw_patch_size
 
 FORMAT = 5  # format number of work directories; increases when a run cannot be resumed
-READABLE_FORMATS = 4, FORMAT  # 4: another order of images; not resumed
+READABLE_FORMATS = 4, FORMAT  # runs of 4 are not resumed: their order of images was another
 # Kinds of lines in metrics.jsonl that are not names of evaluations.
 _RESERVED_KINDS = 'train', 'fewshot', 'skipped'
 Writer = Callable[[dict[str, Any]], None]  # gets each line of metrics.jsonl

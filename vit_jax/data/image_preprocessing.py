@@ -303,7 +303,7 @@ def crop_jpegs(
     max_pixels: int,
     to_end: Bool[np.ndarray, 'n'],
 ) -> list[bool]:
-    """Writes the results of `decode_and_crop` for JPEGs; decodes only the regions of the crops.
+    """Decodes only the crops of JPEGs, and writes what `decode_and_crop` would return to `results`.
 
     Without a `region_decoder`, crops none of the files.
 

@@ -111,7 +111,8 @@ static int contains(const JOCTET *bytes, unsigned length, const char *word) {
   return 0;
 }
 
-/* Returns the orientation of a file, or UNUSUAL. As in Pillow, XMP counts only without EXIF's. */
+/* Returns the orientation of a file, or UNUSUAL. As in Pillow, XMP counts only if EXIF states no
+   orientation. */
 static int read_orientation(jpeg_saved_marker_ptr marker) {
   int orientation = MISSING, exif_count = 0, in_xmp = 0;
   for (; marker != NULL; marker = marker->next) {

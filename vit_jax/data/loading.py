@@ -426,8 +426,8 @@ def host_batches(
     def load(step: int) -> Batch:
         return loader.load(sampler(step * batch_size + rows))
 
-    # At least two batches ahead: one is being loaded while another one is ready. More if a batch
-    # has too few rows for all threads.
+    # At least two batches are loaded ahead: one loads while another one is ready. More are loaded if
+    # a batch has too few rows for all threads.
     threads = loader.config.threads or count_cores()
     ahead = min(8, max(2, -(-_ROWS * threads // len(rows))))
     pool = futures.ThreadPoolExecutor(ahead)
@@ -480,8 +480,8 @@ def training_batches(
       steps: The steps of the batches, such as range(1000).
       batch_size: Images per batch of all processes.
       seed: Seed of the order.
-      placing: Makes a context in which each batch is moved to the devices, for example to measure
-        how long this takes.
+      placing: Returns a context manager, which is entered while a batch is moved to the devices,
+        for example to measure the time.
     """
     sampler = training_sampler(loader.source, loader.config, batch_size=batch_size, seed=seed)
     return batches(loader, sampler, steps=steps, batch_size=batch_size, placing=placing)

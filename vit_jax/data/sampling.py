@@ -46,14 +46,14 @@ Sampler = Callable[[Int[np.ndarray, 'n']], Examples]
 
 
 def mix(state: UInt64[np.ndarray, '...']) -> UInt64[np.ndarray, '...']:
-    """Maps each number to another one, as SplitMix64 makes a number from its state."""
+    """Scrambles each number with the output function of SplitMix64."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
 
 
 def hash_numbers(*numbers: int | Num[np.ndarray, 'n']) -> UInt64[np.ndarray, 'n']:
-    """Hashes a sequence of numbers, or n sequences that are given as arrays, to 64 bits each."""
+    """Hashes a sequence of numbers to 64 bits; of arrays, the numbers at the same place."""
     state = np.zeros(1, np.uint64)
     for number in numbers:
         state = mix((state ^ np.asarray(number).astype(np.uint64)) + np.uint64(_GOLDEN))
@@ -61,13 +61,13 @@ def hash_numbers(*numbers: int | Num[np.ndarray, 'n']) -> UInt64[np.ndarray, 'n'
 
 
 def draw_bits(keys: UInt64[np.ndarray, 'n'], indices: range) -> UInt64[np.ndarray, 'n k']:
-    """Returns the random bits at these indices of each key's stream, 64 per index."""
+    """Returns, for each key, the 64 random bits at each of these indices of its stream."""
     steps = np.arange(indices.start + 1, indices.stop + 1, dtype=np.uint64)
     return mix(keys[:, None] + steps * np.uint64(_GOLDEN))
 
 
 def draw_uniform(keys: UInt64[np.ndarray, 'n'], indices: range) -> Float[np.ndarray, 'n k']:
-    """Returns the random numbers, from 0 to 1, at these indices of each key's stream."""
+    """Returns, for each key, the random number (0 to 1) at each of these indices of its stream."""
     return (draw_bits(keys, indices) >> np.uint64(11)) * 2.0**-53
 
 

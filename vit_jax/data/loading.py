@@ -426,8 +426,8 @@ def host_batches(
     def load(step: int) -> Batch:
         return loader.load(sampler(step * batch_size + rows))
 
-    # At least two batches are loaded ahead: one loads while another one is ready. More are loaded if
-    # a batch has too few rows for all threads.
+    # At least two batches are loaded ahead: one loads while another one is ready. More are loaded
+    # if a batch has too few rows for all threads.
     threads = loader.config.threads or count_cores()
     ahead = min(8, max(2, -(-_ROWS * threads // len(rows))))
     pool = futures.ThreadPoolExecutor(ahead)

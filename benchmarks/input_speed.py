@@ -3,11 +3,11 @@
 python -m benchmarks.input_speed --photos=FOLDER [--variant=Ti/16] [--batch_size=64] [--seconds=5]
 
 `per core` is images per CPU second, on which other work on the machine has little influence. With
-the extra `tf` installed, tf.data is measured on the same photos in a TFRecord file. Threads of both
-compete; --alone=pipeline and --alone=tf.data measure each in its own process. The pipeline is
-measured in the second epoch, in which files are not checked for damage again; --alone=first-epoch
-measures the first epoch. --alone=simulated measures everything but decoding: microseconds of each
-part, and the rate with many cores, for which the decoder waits instead.
+the extra `tf` installed, tf.data reads the same photos from a TFRecord file, in turns with the
+pipeline, on one core and on all, each in its own process. The pipeline has two rows: in the first
+epoch, files are also checked for damage. --alone=NAME measures one part of this only; `simulated`
+is everything but decoding: microseconds of each part, and the rate with many cores, for which the
+decoder waits instead.
 """
 
 import argparse
@@ -17,8 +17,12 @@ import functools
 import importlib.metadata
 import importlib.util
 import math
+import os
 import pathlib
 import resource
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +35,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from configs.pretrain import deit3, vit
 from vit_jax.base import plural
 from vit_jax.base.array_types import Batch
 from vit_jax.cli import app
@@ -203,14 +208,16 @@ def measure_simulated_cores(reader: ImageReader, seconds: float) -> None:
             print_rate(name, step, seconds)
         clock = Clock()
         config = LoaderConfig(threads=64)
-        placing = functools.partial(clock, 'step')
-        batches = batches_of(reader, sharding, 128, config=config, placing=placing)
+        loader = loading.make_loader(reader, config, sharding)
+        sampler = sampling.shuffle(len(reader.source), seed=0)
+        host_batches = loading.host_batches(loader, sampler, steps=range(400), batch_size=128)
         for step_number in range(400):
             if step_number == 100:
                 clock.seconds.clear()
             with clock('data wait'):
-                next(batches)
+                local = next(host_batches)
             with clock('step'):
+                loading.to_devices(loader, local, 128)
                 time.sleep(0.01)
         share = clock.seconds['data wait'] / sum(clock.seconds.values())
         print(f'64 simulated cores, batches of 128, steps of 10 ms: data wait {share:.1%}')
@@ -250,22 +257,36 @@ def measure_parts(reader: ImageReader) -> None:
             print(f'{name:<36}{1e6 * min(times) / count:>9.2f} microseconds per image')
 
 
-def measure_augmentation(reader: ImageReader, batch_size: int, seconds: float) -> None:
-    """Measures augmentation on the device: AugReg's level medium2, and DeiT III's."""
-    images = reader.examples(Examples.of(np.arange(batch_size)), futures.ThreadPoolExecutor(1))
-    key = jax.random.key(0)
+def measure_recipe(
+    name: str, config: TrainConfig, reader: ImageReader, batch_size: int, seconds: float
+) -> None:
+    """Measures reading and cropping on the host, and augmentation on the device."""
+    assert config.model is not None and isinstance(config.augmentation, Augmentation)
+    assert config.augmentation.crop is not None
+    reader = dataclasses.replace(
+        reader, crop=config.augmentation.crop, size=config.model.image_size
+    )
+    sharding = meshes.batch_sharding(meshes.make_mesh(meshes.MeshConfig()))
+    batches = batches_of(reader, sharding, batch_size, config=config.loader)
+    print_rate(f'{name}, on the host', lambda: len(next(batches)['mask']), seconds)
+    batch = next(batches)
     targets = functools.partial(make_targets, num_classes=1000)
-    deit3 = Augmentation(flip=True, three_augment=True, color_jitter=0.3, mixup=0.8, cutmix=1.0)
-    configs = {'RandAugment and MixUp': augreg('medium2'), '3-Augment, MixUp and CutMix': deit3}
-    for name, config in configs.items():
-        function = functools.partial(augment, key, config=config, targets_of=targets)
-        augment_images = jax.jit(function)
+    augment_batch = functools.partial(augment, config=config.augmentation, targets_of=targets)
+    compiled = jax.jit(augment_batch)
 
-        def augmented(augment_images: Any = augment_images) -> int:
-            jax.block_until_ready(augment_images(images))
-            return batch_size
+    def augmented() -> int:
+        jax.block_until_ready(compiled(jax.random.key(0), batch))
+        return batch_size
 
-        print_rate(f'{name} on the device', augmented, seconds)
+    print_rate(f'{name}, augmentation on the device', augmented, seconds)
+
+
+def measure_recipes(reader: ImageReader, batch_size: int, seconds: float) -> None:
+    """Measures the input of AugReg's and DeiT III's recipes."""
+    augreg_recipe = vit.get_config('imagenet,B/16')
+    augreg_recipe.augmentation = augreg('medium2')
+    measure_recipe('AugReg', augreg_recipe, reader, batch_size, seconds)
+    measure_recipe('DeiT III', deit3.get_config('B/16'), reader, batch_size, seconds)
 
 
 def batches_of(
@@ -275,12 +296,11 @@ def batches_of(
     *,
     epoch: int = 1,
     config: LoaderConfig | None = None,
-    **options: Any,
 ) -> Iterator[Batch]:
     """Yields batches on the devices, starting at an epoch (from 0)."""
     loader = loading.make_loader(reader, config, sharding)
     steps = range(epoch * (len(reader.source) // batch_size + 1), 10**9)
-    return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0, **options)
+    return loading.training_batches(loader, steps=steps, batch_size=batch_size, seed=0)
 
 
 def make_batches(
@@ -299,19 +319,24 @@ def measure_alone(
     name: str, reader: ImageReader, photos: str, batch_size: int, seconds: float
 ) -> None:
     """Measures our pipeline or tf.data in a process that does nothing else."""
+    images = math.prod(reader.size) * 3 * batch_size / 2**20
+    before = peak_mebibytes()
     if name == 'tf.data':
         counts = tf_data(list_files(photos), reader.size, batch_size)
-        print_rate('tf.data, end to end', lambda: next(counts), seconds)
-        return
-    mesh = meshes.make_mesh(meshes.MeshConfig())
-    epoch = 0 if name == 'first-epoch' else 1
-    batches = batches_of(reader, meshes.batch_sharding(mesh), batch_size, epoch=epoch)
+    else:
+        sharding = meshes.batch_sharding(meshes.make_mesh(meshes.MeshConfig()))
+        epoch = 0 if name == 'first-epoch' else 1
+        batches = batches_of(reader, sharding, batch_size, epoch=epoch)
+        counts = (len(jax.block_until_ready(batch)['mask']) for batch in batches)
+    rate = measure_rate(lambda: next(counts), seconds)
+    added = peak_mebibytes() - before
+    print(f'{name}: {added:,.0f} MiB more at its peak; the images of a batch are {images:,.0f} MiB')
+    print(f'{name:<36}{rate}')
 
-    def to_device() -> int:
-        jax.block_until_ready(next(batches))
-        return batch_size
 
-    print_rate(f'{name} to the device'.replace('-', ' '), to_device, seconds)
+def peak_mebibytes() -> float:
+    """Returns the most memory that this process has used."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure_large_photos(photos: str, size: tuple[int, int]) -> None:
@@ -371,10 +396,8 @@ def list_files(folder: str) -> list[pathlib.Path]:
     return sorted(path for path in pathlib.Path(folder).rglob('*') if path.is_file())
 
 
-def measure_with_model(
-    reader: ImageReader, name: str, batch_size: int, seconds: float
-) -> Callable[[], int]:
-    """Measures pipeline, training step, and both together; returns the function of the pipeline."""
+def measure_with_model(reader: ImageReader, name: str, batch_size: int, seconds: float) -> None:
+    """Measures pipeline, training step, and both together."""
     model = variant(name, num_classes=1000)
     config = TrainConfig(
         data='photos',
@@ -387,7 +410,6 @@ def measure_with_model(
     abstract = training_run.abstract_state(experiment)
     step = training_run.lower_update(experiment, abstract).compile()
     sharding = meshes.batch_sharding(experiment.mesh)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     batches = batches_of(reader, sharding, batch_size)
 
     def to_device() -> int:
@@ -395,10 +417,6 @@ def measure_with_model(
         return batch_size
 
     pipeline = print_rate('pipeline to the device', to_device, seconds)
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    batch_mebibytes = batch_size * math.prod(reader.size) * 3 / 2**20
-    text = f'a batch has {batch_mebibytes:.0f} MiB, at most 5 are in memory'
-    print(f'  the pipeline adds {peak:,.0f} MiB of peak memory; {text}')
     shardings = sharding_rules.get_shardings(abstract)
     init = meshes.jit(experiment.functions.init, experiment.mesh, out_shardings=shardings)
     state = init(experiment.values)
@@ -414,20 +432,36 @@ def measure_with_model(
     print_rate('both together', lambda: update(next(batches)), seconds)
     slower = 'the input' if pipeline.wall < step_alone.wall else 'the step'
     print(f'the bottleneck is {slower}: {min(pipeline.wall, step_alone.wall):,.0f} images/s alone')
-    return to_device
 
 
-def compare_with_tf_data(
-    to_device: Callable[[], int], counts: Iterator[int], seconds: float
-) -> None:
-    """Measures our pipeline and tf.data in turns."""
-    ratios = []
+def compare_with_tf_data(arguments: list[str], cores: int) -> None:
+    """Measures tf.data and both epochs of the pipeline on the first cores, in turns.
+
+    Args:
+      arguments: The command line of this program, for the process of each measurement.
+      cores: The number of cores.
+    """
+    command = [sys.executable, '-m', 'benchmarks.input_speed', *arguments]
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(allowed)[:cores])  # processes inherit it
+    ratios: dict[str, list[float]] = {'first-epoch': [], 'pipeline': []}
     for _ in range(ROUNDS):
-        ours = print_rate('pipeline to the device', to_device, seconds)
-        tf_data_rate = print_rate('tf.data, end to end', lambda: next(counts), seconds)
-        ratios.append(ours.core / tf_data_rate.core)
-    turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(ratios))
-    print(f'images/s per core, vit_jax / tf.data, in {ROUNDS} turns: {turns}')
+        rates = {}
+        for name in 'tf.data', *ratios:
+            alone = [*command, f'--alone={name}']
+            done = subprocess.run(alone, check=True, stdout=subprocess.PIPE, text=True)
+            measured = done.stdout.splitlines()[-1]
+            print(measured)
+            rates[name] = float(measured.split()[-3].replace(',', ''))
+        for name, turns in ratios.items():
+            turns.append(rates[name] / rates['tf.data'])
+    os.sched_setaffinity(0, allowed)
+    for name, turns in ratios.items():
+        of_turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(turns))
+        print(
+            f'{name}, {plural(cores, "core")}: images/s per core, vit_jax / tf.data: median '
+            f'{statistics.median(turns):.2f} of {of_turns}'
+        )
 
 
 def main() -> None:
@@ -464,11 +498,11 @@ def main() -> None:
     if image_decoding.region_decoder() is not None:
         measure_parts(reader)
         measure_simulated_cores(reader, seconds)
-    measure_augmentation(reader, batch_size, seconds)
-    to_device = measure_with_model(reader, arguments.variant, batch_size, seconds)
+    measure_recipes(reader, batch_size, seconds)
+    measure_with_model(reader, arguments.variant, batch_size, seconds)
     if importlib.util.find_spec('tensorflow'):
-        counts = tf_data(list_files(arguments.photos), size, batch_size)
-        compare_with_tf_data(to_device, counts, seconds)
+        for cores in sorted({1, count_cores()}):
+            compare_with_tf_data(sys.argv[1:], cores)
     versions = ', '.join(
         f'{name} {importlib.metadata.version(name)}' for name in ('jax', 'opencv-python-headless')
     )

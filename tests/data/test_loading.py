@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import io
 import itertools
@@ -102,31 +101,6 @@ def test_the_global_batch_does_not_depend_on_the_number_of_processes(count, chos
         jax.tree.map(lambda *p: np.concatenate(p), *step) for step in zip(*parts, strict=True)
     ]
     assert_same(together, taken(loader(chosen=chosen), stop=3))
-
-
-@pytest.mark.parametrize('placement', ['host', 'device'])
-def test_reading_and_placing_are_told_apart(placement):
-    """With two CPU devices, placing may wait for the step that runs: that is no wait for data."""
-    events = []
-
-    @contextlib.contextmanager
-    def placing():
-        events.append('begin')
-        yield
-        events.append('end')
-
-    with_events = loader(placement=placement)
-    place = with_events.place
-    with_events = dataclasses.replace(
-        with_events, place=lambda batch: events.append('place') or place(batch)
-    )
-    batches = loading.training_batches(
-        with_events, steps=range(3), batch_size=8, seed=3, placing=placing
-    )
-    for _ in range(2):
-        next(batches)
-        assert events == ['begin', 'place', 'end']
-        events.clear()
 
 
 @pytest.mark.parametrize('placement', ['host', 'device'])
@@ -257,10 +231,10 @@ def test_a_value_that_makes_no_sense_is_named(name):
 
 
 @pytest.mark.parametrize(
-    'backend, steps, bytes_per_row', [('gpu', 1, 2 * 24), ('cpu', 1, 6 * 24), ('cpu', 4, 3 * 24)]
+    'backend, steps, bytes_per_row', [('gpu', 1, 3 * 24), ('cpu', 1, 7 * 24), ('cpu', 4, 4 * 24)]
 )
 def test_a_batch_needs_no_more_than_the_memory(monkeypatch, backend, steps, bytes_per_row):
-    """An image has 24 bytes. There are two batches; on a CPU, also one part of one as float32."""
+    """An image has 24 bytes. There are three batches; on a CPU, also one part of one as float32."""
     monkeypatch.setattr(jax, 'default_backend', lambda: backend)
     memory = types.SimpleNamespace(total=10 * bytes_per_row)
     monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)

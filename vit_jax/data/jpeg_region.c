@@ -349,9 +349,10 @@ static PyObject *decode_regions(PyObject *Py_UNUSED(module), PyObject *arguments
 
 static PyMethodDef functions[] = {
     {"find_regions", find_regions, METH_VARARGS,
-     "find_regions(files, keys, regions, (area, aspect, size, reduced, exif_rotation, max_pixels)):\n"
-     "writes a region of int32 (top, left, rows, columns, reduction, to_end, orientation) per file;\n"
-     "zeros for files that it cannot read"},
+     "find_regions(files, keys, regions,\n"
+     "             (area, aspect, size, reduced, exif_rotation, max_pixels)):\n"
+     "writes a region of int32 per file:\n"
+     "(top, left, rows, columns, reduction, to_end, orientation); zeros if it cannot read it"},
     {"decode_regions", decode_regions, METH_VARARGS,
      "decode_regions(files, regions, arrays) -> bytes: decodes into the arrays; a byte is 0 if a\n"
      "file was not decoded"},

@@ -9,7 +9,6 @@ randomness of an example is derived.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -43,6 +42,7 @@ from vit_jax.distributed.meshes import MeshConfig, batch_sharding, local_rows, m
 OnUnreadable = Literal['error', 'skip']
 _SKIP_HINT = '--config.loader.on_unreadable=skip skips unreadable images'
 _ROWS = 16  # rows that a thread reads at a time: one call into C serves them all
+_AHEAD = 2  # batches that are loaded while another one is used: one loads, one is ready
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +283,8 @@ class LoaderConfig(Record):
 def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
     """Raises UserError if the batches of this host need more than the machine's memory.
 
-    One batch is read while another one is used. On a CPU, jax also holds the images as float32.
+    Two batches are loaded while a third one is used. On a CPU, jax also holds the images as
+    float32.
 
     Args:
       batch_size: Images per batch of all processes.
@@ -293,7 +294,7 @@ def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int
     """
     rows = -(-batch_size // jax.process_count())
     height, width = size
-    copies = 2 + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
+    copies = _AHEAD + 1 + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
     needed = copies * rows * height * width * 3
     memory = psutil.virtual_memory().total
     require(
@@ -337,7 +338,7 @@ class Loader:
 
     source: Source
     load: Callable[[Examples], Batch]  # reads into host memory
-    place: Callable[[Batch], Batch]  # maps the loaded arrays, moved to devices, to the batch
+    gather: Callable[[Batch], Batch]  # maps the loaded arrays, moved to devices, to the batch
     sharding: NamedSharding  # of the batches
     config: LoaderConfig
 
@@ -393,12 +394,11 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
 def _keep_on_device(
     reader: ImageReader, pool: futures.Executor, sharding: NamedSharding, config: LoaderConfig
 ) -> Loader:
-    """Reads all images once; then `load` lists the examples of a batch and `place` gathers them."""
+    """Reads all images once; then `load` lists the examples of a batch, `gather` gets them."""
     examples = reader.examples(Examples.of(np.arange(len(reader.source))), pool)
     stored = put(examples, dict.fromkeys(examples, NamedSharding(sharding.mesh, PartitionSpec())))
-
-    place = functools.partial(_gather, sharding, stored)
-    return Loader(reader.source, _describe_examples, place, sharding, config)
+    gather = functools.partial(_gather, sharding, stored)
+    return Loader(reader.source, _describe_examples, gather, sharding, config)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -410,7 +410,12 @@ def _gather(sharding: NamedSharding, stored: Batch, refs: Batch) -> Batch:
 
 
 def host_batches(
-    loader: Loader, sampler: Sampler, *, steps: range, rows: Int[np.ndarray, 'r'], batch_size: int
+    loader: Loader,
+    sampler: Sampler,
+    *,
+    steps: range,
+    batch_size: int,
+    rows: Int[np.ndarray, 'r'] | None = None,
 ) -> Iterator[Batch]:
     """Yields a part of the global batch of each step, loaded into host memory in the background.
 
@@ -419,17 +424,17 @@ def host_batches(
       sampler: Maps positions in the stream of examples to examples. Row r of step n has the
         position n * batch_size + r.
       steps: The steps of the batches.
-      rows: The rows of the global batch to load.
       batch_size: Rows of the global batch.
+      rows: The rows of the global batch to load; None: those of this process.
     """
+    rows = local_rows(loader.sharding, batch_size) if rows is None else rows
 
     def load(step: int) -> Batch:
         return loader.load(sampler(step * batch_size + rows))
 
-    # At least two batches are loaded ahead: one loads while another one is ready. More are loaded
-    # if a batch has too few rows for all threads.
+    # More batches are loaded if one has too few rows for all threads.
     threads = loader.config.threads or count_cores()
-    ahead = min(8, max(2, -(-_ROWS * threads // len(rows))))
+    ahead = min(8, max(_AHEAD, -(-_ROWS * threads // len(rows))))
     pool = futures.ThreadPoolExecutor(ahead)
     pending = collections.deque(pool.submit(load, step) for step in steps[:ahead])
     later = iter(steps[ahead:])
@@ -444,31 +449,24 @@ def host_batches(
         pool.shutdown(wait=False)
 
 
-def batches(
-    loader: Loader,
-    sampler: Sampler,
-    *,
-    steps: range,
-    batch_size: int,
-    placing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-) -> Iterator[Batch]:
-    """Yields the global batches of these steps on the devices; enters `placing` to move each."""
-    rows = local_rows(loader.sharding, batch_size)
-    for local in host_batches(loader, sampler, steps=steps, rows=rows, batch_size=batch_size):
-        shapes = {name: (batch_size, *x.shape[1:]) for name, x in local.items()}
-        with placing():
-            batch = jax.make_array_from_process_local_data(loader.sharding, local, shapes)
-            batch = loader.place(batch)
-        yield batch
+def to_devices(loader: Loader, local: Batch, batch_size: int) -> Batch:
+    """Moves the rows of this process to the devices, as a part of the global batch.
+
+    May wait for the step that runs, because devices work in order.
+    """
+    shapes = {name: (batch_size, *x.shape[1:]) for name, x in local.items()}
+    moved = jax.make_array_from_process_local_data(loader.sharding, local, shapes)
+    return loader.gather(moved)
+
+
+def batches(loader: Loader, sampler: Sampler, *, steps: range, batch_size: int) -> Iterator[Batch]:
+    """Yields the global batches of these steps on the devices."""
+    for local in host_batches(loader, sampler, steps=steps, batch_size=batch_size):
+        yield to_devices(loader, local, batch_size)
 
 
 def training_batches(
-    loader: Loader,
-    *,
-    steps: range,
-    batch_size: int,
-    seed: int,
-    placing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    loader: Loader, *, steps: range, batch_size: int, seed: int
 ) -> Iterator[Batch]:
     """Yields the batches of these steps, from examples that are shuffled anew in each epoch.
 
@@ -480,11 +478,9 @@ def training_batches(
       steps: The steps of the batches, such as range(1000).
       batch_size: Images per batch of all processes.
       seed: Seed of the order.
-      placing: Returns a context manager, which is entered while a batch is moved to the devices,
-        for example to measure the time.
     """
     sampler = training_sampler(loader.source, loader.config, batch_size=batch_size, seed=seed)
-    return batches(loader, sampler, steps=steps, batch_size=batch_size, placing=placing)
+    return batches(loader, sampler, steps=steps, batch_size=batch_size)
 
 
 def sequential_batches(

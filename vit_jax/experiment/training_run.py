@@ -485,19 +485,15 @@ class TrainingRun:
         experiment = self.opened.experiment
         config = experiment.config
         loader = experiment.batches.make_loader(experiment.train_reader)
-        clock = self.reporter.clock
-        batches = loading.training_batches(
-            loader,
-            steps=steps,
-            batch_size=config.batch_size,
-            seed=config.seed,
-            # Moving a batch to the devices may wait for the running step.
-            placing=lambda: clock('step'),
+        sampler = loading.training_sampler(
+            loader.source, loader.config, batch_size=config.batch_size, seed=config.seed
         )
+        batches = loading.host_batches(loader, sampler, steps=steps, batch_size=config.batch_size)
 
         def update(
-            step: int, state: TrainState, batch: Batch, loss_limit: float
+            step: int, state: TrainState, local: Batch, loss_limit: float
         ) -> tuple[TrainState, StepMetrics]:
+            batch = loading.to_devices(loader, local, config.batch_size)
             compiled = self.programs.update[config.step_variant(step, experiment.length)]
             return compiled(state, batch, experiment.values, experiment.frozen, loss_limit)
 
@@ -513,7 +509,7 @@ class TrainingRun:
                 steps=steps,
                 on_metrics=self._on_metrics,
                 actions=self._actions(),
-                clock=clock,
+                clock=self.reporter.clock,
                 max_skipped_steps=config.max_skipped_steps,
                 spike_deviations=config.spike_deviations,
                 losses=self.reporter.losses,

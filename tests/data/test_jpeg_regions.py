@@ -98,6 +98,13 @@ KINDS = {
 }
 
 
+def test_crops_do_not_depend_on_how_many_are_decoded_at_once(with_decoder, monkeypatch):
+    with_decoder(True)
+    together = crops(encoded())
+    monkeypatch.setattr(image_preprocessing, '_MOST_PIXELS', PHOTO.size // 12)
+    assert crops(encoded()) == together
+
+
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize(
     'exif_rotation, size',

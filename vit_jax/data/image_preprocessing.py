@@ -4,6 +4,7 @@ OpenCV and Pillow are imported inside functions because the model and the update
 """
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -290,7 +291,7 @@ def decode_and_crop(
     return _resize(decode_region(stored, choose, **options), size, 'bilinear')
 
 
-_MOST_PIXELS = 2**22  # pixels of regions that a call decodes before they are resized
+_MOST_PIXELS = 2**22  # that a call decodes, except for its first region
 
 
 def crop_jpegs(
@@ -332,31 +333,17 @@ def crop_jpegs(
     regions = np.zeros((len(files), 7), np.int32)
     decoder.find_regions(tuple(files), np.ascontiguousarray(keys), regions, options)
     regions[:, 5] = to_end
-    rows: list[int] = []
-    pixels: list[Image] = []
-
-    def decode_rows() -> None:
+    pixels = np.prod(regions[:, 2:4], axis=1, dtype=np.int64)  # 0: the decoder cannot read the file
+    calls = np.cumsum(pixels) // _MOST_PIXELS
+    for call in range(calls[-1] + 1):
+        rows = np.flatnonzero((calls == call) & (pixels > 0)).tolist()
+        images = tuple(np.empty((*regions[row, 2:4], 3), np.uint8) for row in rows)
         chosen = tuple(files[row] for row in rows)
-        done = decoder.decode_regions(chosen, regions[rows], tuple(pixels))
-        for row, image, is_whole in zip(rows, pixels, done, strict=True):
-            if is_whole:
-                turned = apply_orientation(image, int(regions[row, 6]))
-                cv2.resize(turned, (width, height), results[row], interpolation=cv2.INTER_LINEAR)
-                is_cropped[row] = True
-        rows.clear()
-        pixels.clear()
-
-    decoded = 0
-    for row, (_, _, region_rows, region_columns, *_) in enumerate(regions.tolist()):
-        if region_rows == 0:  # the decoder could not read the file
-            continue
-        rows.append(row)
-        pixels.append(np.empty((region_rows, region_columns, 3), np.uint8))
-        decoded += region_rows * region_columns
-        if decoded > _MOST_PIXELS:
-            decode_rows()
-            decoded = 0
-    decode_rows()
+        is_decoded = decoder.decode_regions(chosen, regions[rows], images)
+        for row, image in itertools.compress(zip(rows, images, strict=True), is_decoded):
+            turned = apply_orientation(image, int(regions[row, 6]))
+            cv2.resize(turned, (width, height), results[row], interpolation=cv2.INTER_LINEAR)
+            is_cropped[row] = True
     return is_cropped
 
 

@@ -99,11 +99,11 @@ def is_here(index):
 
 def hang_loader(number, index):
     @replacing(loading.ImageReader, 'examples')
-    def _(load, reader, examples, pool):
+    def _(load, reader, examples, *more, **options):
         if is_here(index) and examples.epoch.any():
             hanging.set()
             hang()
-        return load(reader, examples, pool)
+        return load(reader, examples, *more, **options)
 
 
 def stalled_images(number, index):

@@ -48,7 +48,13 @@ def with_decoder(monkeypatch, built):
     )
 
 
-def encoded(mode='RGB', **options):
+def encoded(mode='RGB', *, sampling=None, without_last_scan=False, **options):
+    if sampling is not None:
+        return cv2.imencode('.jpg', PHOTO, [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling])[
+            1
+        ].tobytes()
+    if without_last_scan:
+        return encoded(mode, **options).rpartition(b'\xff\xda')[0] + b'\xff\xd9'
     file = io.BytesIO()
     Image.fromarray(PHOTO).convert(mode).save(file, 'JPEG', **options)
     return file.getvalue()
@@ -85,7 +91,10 @@ KINDS = {
     '4:4:4': {'subsampling': 0},
     '4:2:2': {'subsampling': 1},
     '4:2:0': {'subsampling': 2},
+    '4:4:0': {'sampling': cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440},
+    '4:1:1': {'sampling': cv2.IMWRITE_JPEG_SAMPLING_FACTOR_411},
     'progressive': {'progressive': True},
+    'progressive, without the last scan': {'progressive': True, 'without_last_scan': True},
     'with restarts': {'restart_marker_blocks': 3},
     'gray': {'mode': 'L'},
     'gray and progressive': {'mode': 'L', 'progressive': True},

@@ -1,7 +1,11 @@
 import dataclasses
+import errno
+import gc
 import io
 import itertools
+import threading
 import types
+import weakref
 from concurrent import futures
 from typing import ClassVar
 
@@ -12,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.base import UserError
+from vit_jax.base import PassingError, UserError
 from vit_jax.data import inspection, loading
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
 from vit_jax.data.loading import make_reader
@@ -165,6 +169,88 @@ def test_a_crop_of_the_user_with_another_size_is_no_unreadable_image():
         reader.examples(Examples.of(0), pool)
 
 
+def failing(index, times):
+    """The images, but that the network fails the first times that one of them is read."""
+    left = [times]
+
+    def read(i):
+        if i == index and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, 'Stale file handle')
+        return SOURCE.read(i)
+
+    return dataclasses.replace(SOURCE, read=read)
+
+
+@pytest.mark.parametrize('on_unreadable', ['error', 'skip'])
+def test_a_failing_network_changes_no_batch(monkeypatch, on_unreadable):
+    monkeypatch.setattr(loading, '_PAUSES', (0, 0))
+    expected = taken(loader(), stop=5)
+    found = loader(source=failing(7, times=2), on_unreadable=on_unreadable)
+    assert_same(taken(found, stop=5), expected)
+    with pytest.raises(PassingError, match=r'test\[7\]: Stale'):
+        taken(loader(source=failing(7, times=3), on_unreadable=on_unreadable), stop=5)
+
+
+def test_no_batch_is_kept_by_its_errors():
+    gc.collect()
+    gc.disable()
+    reader = loading.ImageReader(broken_source(), Resize(), (6, 6), True, on_unreadable='skip')
+    with futures.ThreadPoolExecutor(1) as pool:
+        batch = reader.examples(Examples.of(np.arange(16)), pool)
+    images = weakref.ref(batch['images'])
+    del batch
+    gc.enable()
+    assert images() is None
+
+
+def test_a_thread_holds_few_bytes_of_stored_images(monkeypatch):
+    monkeypatch.setattr(loading, '_MOST_BYTES', 2 * IMAGES[0].nbytes)
+    made, alive = [], []
+
+    def read(index):
+        image = IMAGES[index].copy()
+        made.append(weakref.ref(image))
+        alive.append(sum(one() is not None for one in made))
+        return image, 0
+
+    source = dataclasses.replace(SOURCE, read=read)
+    reader = loading.ImageReader(source, Resize(), (6, 6), exif_rotation=True)
+    with futures.ThreadPoolExecutor(1) as pool:
+        batch = reader.examples(Examples.of(np.arange(N)), pool)
+    np.testing.assert_array_equal(batch['images'], IMAGES)
+    assert len(alive) == N and max(alive) <= 4
+
+
+@pytest.mark.parametrize('batch_size', [4, 8, 32])
+def test_small_batches_are_read_by_all_threads(batch_size):
+    barrier = threading.Barrier(16, timeout=60)
+
+    def read(index):
+        barrier.wait()
+        return SOURCE.read(index)
+
+    batches = loading.training_batches(
+        loader(source=dataclasses.replace(SOURCE, read=read), threads=16),
+        steps=range(32),
+        batch_size=batch_size,
+        seed=0,
+    )
+    assert len([*batches]) == 32
+
+
+@pytest.mark.parametrize('num_classes, is_on_device', [(5, True), (100_000, False)])
+def test_what_is_kept_on_the_device_includes_labels(num_classes, is_on_device):
+    rows = np.zeros((8, num_classes), np.int8)
+    source = array_source(IMAGES[:8], rows, [*map(str, range(num_classes))], name='test')
+    reader = loading.ImageReader(source, Resize(), (6, 6), exif_rotation=True)
+    read = []
+    counted = dataclasses.replace(source, read=lambda i: read.append(i) or source.read(i))
+    reader = dataclasses.replace(reader, source=counted)
+    loading.make_loader(reader, loading.LoaderConfig(device_mb=1.0))
+    assert bool(read) == is_on_device
+
+
 @pytest.mark.parametrize('placement', ['host', 'device'])
 def test_an_unreadable_image_is_named_or_masked(placement):
     with pytest.raises(UserError, match=r'test\[7\]'):
@@ -190,7 +276,8 @@ def test_images_are_kept_on_the_device_if_their_bytes_fit():
         read.append(index)
         return SOURCE.read(index)
 
-    source, megabytes = dataclasses.replace(SOURCE, read=record), IMAGES.nbytes / 2**20
+    source = dataclasses.replace(SOURCE, read=record)
+    megabytes = (IMAGES.nbytes + 4 * N) / 2**20  # with labels
     loader(placement='auto', source=source, chosen={'device_mb': 0.99 * megabytes})
     assert read == []
     loader(placement='auto', source=source, chosen={'device_mb': megabytes})
@@ -236,11 +323,12 @@ def test_a_value_that_makes_no_sense_is_named(name):
 def test_a_batch_needs_no_more_than_the_memory(monkeypatch, backend, steps, bytes_per_row):
     """An image has 24 bytes. There are three batches; on a CPU, also one part of one as float32."""
     monkeypatch.setattr(jax, 'default_backend', lambda: backend)
-    memory = types.SimpleNamespace(total=10 * bytes_per_row)
+    monkeypatch.setattr(loading, 'count_cores', lambda: 4)
+    memory = types.SimpleNamespace(total=100 * bytes_per_row)
     monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)
-    loading.check_memory(10, (2, 4), 'config.batch_size', steps)
-    with pytest.raises(UserError, match='config.batch_size=11'):
-        loading.check_memory(11, (2, 4), 'config.batch_size', steps)
+    loading.check_memory(100, (2, 4), 'config.batch_size', steps)
+    with pytest.raises(UserError, match='config.batch_size=101'):
+        loading.check_memory(101, (2, 4), 'config.batch_size', steps)
 
 
 def test_a_label_that_is_no_whole_number_is_rejected_not_rounded():

@@ -140,3 +140,13 @@ def test_classes_of_one_size_have_orders_of_their_own():
     indices = sampling.balance_classes(labels, balance=1.0, seed=3)(np.arange(90)).index
     one, other = ({*indices[(indices >= n) & (indices < n + 40)] - n} for n in (10, 50))
     assert len(one) == len(other) == 30 and one != other
+
+
+def test_balance_does_not_depend_on_the_last_bit_of_a_power():
+    """A quarter of 10 examples is a half too many: the last bit of the share would round it."""
+    labels = np.repeat([0, 1], [1, 9])
+    positions = np.arange(200)
+    expected = sampling.balance_classes(labels, balance=0.5, seed=0)(positions)
+    for neighbor in np.nextafter(0.5, [0.0, 1.0]):
+        found = sampling.balance_classes(labels, balance=float(neighbor), seed=0)(positions)
+        np.testing.assert_array_equal(found.index, expected.index)

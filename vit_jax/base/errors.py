@@ -1,7 +1,7 @@
 """Errors that the user can fix. Programs print them on one line, without a traceback.
 
-They are about the user's values, files, directories and hosts. Every other exception is a bug and
-is shown with its traceback.
+They are about the user's values, files, directories and hosts, or say that a machine failed. Every
+other exception is a bug and is shown with its traceback.
 """
 
 import re
@@ -18,6 +18,10 @@ class MissingFile(UserError, FileNotFoundError):
 
 class StorageError(UserError, OSError):
     """A path that cannot be read or written, such as on a full disk or in a read-only directory."""
+
+
+class PassingError(Exception):
+    """The machine or the network failed. The same command may succeed later."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -302,6 +302,16 @@ def _require_size(path: Path | str, size: int, limit: int) -> None:
         raise OSError(errno.EFBIG, text, os.fspath(path))
 
 
+def read_range(descriptor: int, length: int, offset: int) -> bytes:
+    """Reads a part of an open file from any thread. Returns fewer bytes only at its end."""
+    blocks = [os.pread(descriptor, length, offset)]
+    read = len(blocks[0])
+    while read < length and blocks[-1]:  # network file systems may return fewer bytes than asked
+        blocks.append(os.pread(descriptor, length - read, offset + read))
+        read += len(blocks[-1])
+    return b''.join(blocks)
+
+
 def read_text(path: Path | str, limit: int = Limit.TEXT_BYTES) -> str:
     """Reads a file of text in UTF-8, with or without a byte order mark."""
     return read_file(path, limit).decode('utf-8-sig')

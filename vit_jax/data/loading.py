@@ -10,11 +10,13 @@ randomness of an example is derived.
 
 import collections
 import dataclasses
+import errno
 import functools
 import itertools
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any, Literal, NamedTuple
@@ -24,7 +26,17 @@ import numpy as np
 import psutil
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vit_jax.base import Batch, Int, Record, UInt8, UInt64, UserError, require, require_between
+from vit_jax.base import (
+    Batch,
+    Int,
+    PassingError,
+    Record,
+    UInt8,
+    UInt64,
+    UserError,
+    require,
+    require_between,
+)
 from vit_jax.data import sampling
 from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT, is_jpeg
 from vit_jax.data.image_preprocessing import (
@@ -41,8 +53,14 @@ from vit_jax.distributed.meshes import MeshConfig, batch_sharding, local_rows, m
 
 OnUnreadable = Literal['error', 'skip']
 _SKIP_HINT = '--config.loader.on_unreadable=skip skips unreadable images'
-_ROWS = 16  # rows that a thread reads at a time: one call into C serves them all
-_AHEAD = 2  # batches that are loaded while another one is used: one loads, one is ready
+_MOST_ROWS = 16  # rows that a thread reads at a time: one call into C serves them all
+_MOST_BYTES = 2**23  # of the stored images that it reads before it decodes them
+# Errors of the machine or the network, after which the same image may be read another time.
+_PASSING = {
+    *(errno.EAGAIN, errno.ECONNRESET, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    *(errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT),
+}
+_PAUSES = 0.1, 1.0, 10.0  # seconds before an image is read again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +76,19 @@ class ImageReader:
     max_pixels: int = MAX_PIXELS  # images with more pixels are unreadable
     on_skipped: Callable[[str], None] | None = None  # called with a message per skipped image
 
-    def examples(self, examples: Examples, pool: futures.Executor) -> Batch:
+    def examples(
+        self, examples: Examples, pool: futures.Executor, *, rows_at_once: int = _MOST_ROWS
+    ) -> Batch:
         """Reads a batch with the threads of the pool; padding is masked.
 
-        Raises UserError for an unreadable image; masks it instead if on_unreadable is 'skip'.
+        Args:
+          examples: The examples of the batch.
+          pool: The threads.
+          rows_at_once: The rows that a thread reads at a time.
+
+        Raises:
+          UserError: If an image is unreadable; it is masked instead if on_unreadable is 'skip'.
+          PassingError: If an image cannot be read because the machine or the network fails.
         """
         count = len(examples.index)
         batch = _describe_examples(examples)
@@ -71,16 +98,16 @@ class ImageReader:
         keys = self._keys(examples)
 
         def read(start: int) -> None:
-            self._read_rows(range(start, min(start + _ROWS, count)), examples, keys, batch)
+            self._read_rows(range(start, min(start + rows_at_once, count)), examples, keys, batch)
 
-        list(pool.map(read, range(0, count, _ROWS)))  # raises the threads' exceptions
+        list(pool.map(read, range(0, count, rows_at_once)))  # raises the threads' exceptions
         return batch
 
     def example(self, index: int, epoch: int = 0) -> tuple[UInt8[np.ndarray, 'h w 3'], Label]:
         """Reads a cropped image and its label. Raises UserError if the image is unreadable."""
         keys = self._keys(Examples.of(index, epoch))
         try:
-            stored, label = self.source.read(index)
+            stored, label = self._read(index)
             return self._crop(stored, None if keys is None else keys[0]), label
         except (ValueError, OSError) as error:
             raise UserError(self._describe(index, error)) from error
@@ -98,6 +125,24 @@ class ImageReader:
             max_pixels=self.max_pixels,
         )
 
+    def _read(self, index: int) -> tuple[EncodedImage, Label]:
+        """Reads an image; tries again if the machine fails, which says nothing about the image."""
+        for pause in _PAUSES:
+            try:
+                return self.source.read(index)
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                text = self._describe(index, error)
+                logging.warning('%s; trying again in %g s', text, pause)
+            time.sleep(pause)
+        try:
+            return self.source.read(index)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            raise PassingError(self._describe(index, error)) from error
+
     def _read_rows(
         self,
         rows: range,
@@ -107,31 +152,49 @@ class ImageReader:
     ) -> None:
         """Reads, decodes and crops these rows of a batch, JPEGs together if that is possible."""
         images: dict[int, EncodedImage] = {}
-        labels: dict[int, Label] = {}
+        num_bytes = 0
         errors: dict[int, Exception] = {}
-        for row in rows:
-            index = int(examples.index[row])
-            if index == PADDING:
-                continue
-            try:
-                images[row], labels[row] = self.source.read(index)
-            except (ValueError, OSError) as error:
-                errors[row] = error
+        try:
+            for row in rows:
+                index = int(examples.index[row])
+                if index == PADDING:
+                    continue
+                try:
+                    images[row], label = self._read(index)
+                except (ValueError, OSError) as error:
+                    errors[row] = error
+                    continue
+                check_label(label, self.source.data)
+                batch['labels'][row] = label
+                image = images[row]
+                num_bytes += len(image) if isinstance(image, bytes) else image.nbytes
+                if num_bytes > _MOST_BYTES:
+                    self._crop_rows(images, examples, keys, batch, errors)
+                    images.clear()
+                    num_bytes = 0
+            self._crop_rows(images, examples, keys, batch, errors)
+            for row in sorted(errors):
+                self._mask(row, int(examples.index[row]), errors[row], batch)
+        finally:
+            errors.clear()  # its tracebacks refer to this frame, and so to the batch
+
+    def _crop_rows(
+        self,
+        images: dict[int, EncodedImage],
+        examples: Examples,
+        keys: UInt64[np.ndarray, 'n'] | None,
+        batch: Batch,
+        errors: dict[int, Exception],
+    ) -> None:
+        """Crops images into their rows; adds an error for each row that is unreadable."""
         cropped = self._crop_jpegs(images, examples, keys, batch)
-        for row, stored in images.items():
-            if row in cropped:
-                continue
+        for row in images.keys() - cropped:
             try:
-                image = self._crop(stored, None if keys is None else keys[row])
+                image = self._crop(images[row], None if keys is None else keys[row])
             except (ValueError, OSError) as error:
                 errors[row] = error
             else:
                 batch['images'][row] = image
-        for row in sorted(errors):
-            self._mask(row, int(examples.index[row]), errors[row], batch)
-        for row in labels.keys() - errors.keys():
-            check_label(labels[row], self.source.data)
-            batch['labels'][row] = labels[row]
 
     def _crop_jpegs(
         self,
@@ -169,6 +232,7 @@ class ImageReader:
             raise UserError(f'{text} ({_SKIP_HINT})') from error
         batch['mask'][row] = False
         batch['images'][row] = 0
+        batch['labels'][row] = 0
         if self.on_skipped is not None:
             self.on_skipped(text)
 
@@ -283,8 +347,7 @@ class LoaderConfig(Record):
 def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
     """Raises UserError if the batches of this host need more than the machine's memory.
 
-    Two batches are loaded while a third one is used. On a CPU, jax also holds the images as
-    float32.
+    On a CPU, jax also holds the images as float32.
 
     Args:
       batch_size: Images per batch of all processes.
@@ -294,7 +357,8 @@ def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int
     """
     rows = -(-batch_size // jax.process_count())
     height, width = size
-    copies = _AHEAD + 1 + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
+    ahead = _batches_ahead(rows, count_cores())
+    copies = 1 + ahead + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
     needed = copies * rows * height * width * 3
     memory = psutil.virtual_memory().total
     require(
@@ -361,8 +425,10 @@ def make_loader(
     cv2.setNumThreads(1)  # the pool's threads suffice, because OpenCV releases the GIL
     config = config or LoaderConfig()
     sharding = sharding or batch_sharding(make_mesh(MeshConfig()))
-    pool = futures.ThreadPoolExecutor(config.threads or count_cores())
-    fits = len(reader.source) * math.prod(reader.size) * 3 / 2**20 <= config.device_mb
+    threads = config.threads or count_cores()
+    pool = futures.ThreadPoolExecutor(threads)
+    bytes_per_example = 3 * math.prod(reader.size) + 4 * math.prod(reader.source.label_shape)
+    fits = len(reader.source) * bytes_per_example / 2**20 <= config.device_mb
     if reader.crop.random:
         require(
             config.placement != 'device',
@@ -372,7 +438,11 @@ def make_loader(
     elif config.placement == 'device' or (config.placement == 'auto' and fits):
         with pool:
             return _keep_on_device(reader, pool, sharding, config)
-    load = functools.partial(reader.examples, pool=pool)
+
+    def load(examples: Examples) -> Batch:
+        rows = _rows_at_once(len(examples.index), threads)
+        return reader.examples(examples, pool, rows_at_once=rows)
+
     return Loader(reader.source, load, lambda batch: batch, sharding, config)
 
 
@@ -409,6 +479,16 @@ def _gather(sharding: NamedSharding, stored: Batch, refs: Batch) -> Batch:
     return jax.lax.with_sharding_constraint(batch | refs, sharding)
 
 
+def _batches_ahead(rows: int, threads: int) -> int:
+    """Returns how many batches are loaded ahead: two rounds of work for all threads, at most 8."""
+    return min(8, max(2, -(-2 * _MOST_ROWS * threads // max(1, rows))))
+
+
+def _rows_at_once(rows: int, threads: int) -> int:
+    """Returns how many rows of a batch a thread reads: fewer if even 8 batches have few rows."""
+    return min(_MOST_ROWS, max(1, 8 * rows // (2 * threads)))
+
+
 def host_batches(
     loader: Loader,
     sampler: Sampler,
@@ -432,9 +512,7 @@ def host_batches(
     def load(step: int) -> Batch:
         return loader.load(sampler(step * batch_size + rows))
 
-    # More batches are loaded if one has too few rows for all threads.
-    threads = loader.config.threads or count_cores()
-    ahead = min(8, max(_AHEAD, -(-_ROWS * threads // len(rows))))
+    ahead = _batches_ahead(len(rows), loader.config.threads or count_cores())
     pool = futures.ThreadPoolExecutor(ahead)
     pending = collections.deque(pool.submit(load, step) for step in steps[:ahead])
     later = iter(steps[ahead:])

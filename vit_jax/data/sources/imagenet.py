@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, require, usable
-from vit_jax.base.files import Limit, open_file, read_file, require_file
+from vit_jax.base.files import Limit, open_file, read_file, read_range, require_file
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source, shuffle_once
 from vit_jax.data.sources.folders import image_files, open_folder
 
@@ -106,12 +106,12 @@ def _tar_source(
     class_names: Sequence[str],
 ) -> Source:
     require_file(path)
-    descriptor = os.open(path, os.O_RDONLY)  # shared by threads: `pread` uses no file position
+    descriptor = os.open(path, os.O_RDONLY)  # shared by threads
     source = labeled_source(
         members,
         labels,
         class_names,
-        read=lambda member: os.pread(descriptor, member.size, member.offset),
+        read=lambda member: read_range(descriptor, member.size, member.offset),
         name_of=lambda member: f'{path}:{member.name}',
         size_of=lambda member: member.size,
     )

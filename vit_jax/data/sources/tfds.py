@@ -17,7 +17,7 @@ import google_crc32c
 import numpy as np
 
 from vit_jax.base import Int, UInt8, UserError, records, require, usable
-from vit_jax.base.files import open_file, require_file
+from vit_jax.base.files import open_file, read_range, require_file
 from vit_jax.data.image_decoding import open_with_pillow, read_header
 from vit_jax.data.sources.base import EncodedImage, Label, Source, SourceKind, Splits, multi_hot
 
@@ -233,7 +233,7 @@ def read_tfrecords(
     for path in paths:
         with usable(path):
             require_file(path)
-    files = [os.open(path, os.O_RDONLY) for path in paths]  # shared by threads, read with `pread`
+    files = [os.open(path, os.O_RDONLY) for path in paths]  # shared by threads
 
     rows = (
         (number, *record)
@@ -245,7 +245,7 @@ def read_tfrecords(
 
     def read(index: int) -> bytes:
         number, offset, length, checksum = table[index].tolist()
-        data = os.pread(files[number], length, offset + _HEADER.size)
+        data = read_range(files[number], length, offset + _HEADER.size)
         if len(data) < length or masked_crc(data) != checksum:
             raise UserError(f'{paths[number]}: the record at byte {offset} is damaged')
         return data
@@ -257,7 +257,7 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int
     """Yields the offset of each record, and the length and the stored checksum of its bytes."""
     size = os.fstat(file).st_size
     offset = 0
-    header = os.pread(file, _HEADER.size, 0)
+    header = read_range(file, _HEADER.size, 0)
     while header:
         if len(header) < _HEADER.size:
             raise UserError(f'{path}: the file ends within the record at byte {offset}')
@@ -266,7 +266,7 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int
             raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
         end = offset + _HEADER.size + length
         # The checksum of this record, and the header of the next one.
-        following = os.pread(file, 4 + _HEADER.size, end) if end < size else b''
+        following = read_range(file, 4 + _HEADER.size, end) if end < size else b''
         if len(following) < 4:
             raise UserError(f'{path}: the file ends within the record at byte {offset}')
         yield offset, length, int.from_bytes(following[:4], 'little')

@@ -59,6 +59,22 @@ def test_data_that_no_command_line_can_name_are_not_proposed():
     assert next_command(config, 'run', 'run') is None
 
 
+def test_images_without_classes_are_no_data_for_fine_tuning():
+    command = next_command(tiny.experiment(data='photos'), 'run', 'run', has_classes=False)
+    assert '--config.data=DATA' in command and 'photos' not in command
+
+
+def test_a_model_of_images_with_several_classes_is_tuned_with_their_loss():
+    command = next_command(tiny.experiment(), 'run', 'run', multi_label=True)
+    assert '--config.loss.kind=sigmoid' in command
+
+
+def test_other_data_of_an_evaluation_are_not_replaced_by_training_images():
+    evals = {'dev': EvalConfig(data='others', split='test')}
+    config = tiny.experiment(evals=evals, eval_split='test', keep_best='dev/loss')
+    assert 'train[' not in describe_test_selection(config)
+
+
 @pytest.mark.parametrize('evals', [{}, {'dev': EvalConfig(), 'test': EvalConfig()}])
 def test_a_selection_on_test_images_names_the_flags_that_hold_out_others(evals):
     best = f'{[*evals, "test"][0]}/loss'

@@ -189,8 +189,14 @@ class TrainConfig(Record):
         """Raises UserError if a field is set that `objective` does not use."""
         for path in paths:
             for place, record, name in records.find_fields(self, path):
-                is_default = getattr(record, name) == records.default_of(type(record), name)
-                require(is_default, f'{place}: not supported with objective; leave it out')
+                default = records.default_of(type(record), name)
+                is_default = getattr(record, name) == default
+                flag = type(default).__name__ if isinstance(default, Record) else default or 'none'
+                require(
+                    is_default,
+                    f'{place}: not supported with objective; leave it out, or, if the file of the '
+                    f'configuration sets it, add --config.{place}={flag}',
+                )
 
     @property
     def evaluations(self) -> dict[str, EvalConfig]:

@@ -54,12 +54,21 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         note = describe_test_selection(result.experiment.config)
         if note:
             print(f'note       {note}')
+    elif best:
+        print(f'best       none: {best.evaluation}/{best.metric.name} was never finite')
     print(f'metrics    {result.folder / METRICS}')
     print(f'time       {reporter.format_seconds(result.reporter.clock.seconds)}')
     earlier = result.reporter.earlier_seconds
     if earlier:
         print(f'earlier    {reporter.format_seconds(earlier)}')
-    command = next_command(result.experiment.config, str(result.folder), str(used))
+    source = result.experiment.train_reader.source
+    command = next_command(
+        result.experiment.config,
+        str(result.folder),
+        str(used),
+        has_classes=bool(source.class_names),
+        multi_label=source.multi_label,
+    )
     if command:
         print(f'next       {command}')
     return 0
@@ -68,26 +77,38 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
 def describe_test_selection(config: TrainConfig) -> str | None:
     """Explains what the best value means, if `config.keep_best` selects on a test split."""
     name = (config.keep_best or '').partition('/')[0]
-    split = config.evaluations[name].split
+    evaluation = config.evaluations[name]
+    split = evaluation.split
     if 'test' not in split:
         return None
     field = f'evals.{name}.split' if config.evals else 'eval_split'
     flags = f"--config.train_split='train[:90%]' --config.{field}='train[90%:]'"
-    reason = f'the best step was selected on {split}, so this value is too high for new images'
+    if evaluation.data not in (None, config.data):
+        flags = f'another split as --config.{field}'
+    reason = f'the best step was selected on {split}, so expect a worse value for new images'
     return f'{reason}; to keep {split} for a final evaluation, train with {flags}'
 
 
-def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | None:
+def next_command(
+    config: TrainConfig,
+    workdir: str,
+    checkpoint: str,
+    *,
+    has_classes: bool = True,
+    multi_label: bool = False,
+) -> str | None:
     """Suggests the command to run next; None if `config.data` cannot be written as a flag.
 
-    After pre-training, the command fine-tunes on the same images. After fine-tuning, it evaluates
-    the checkpoint on the split that the run evaluated, or on `test` if `keep_best` selected the
-    checkpoint on training images.
+    After pre-training, the command fine-tunes on the same images. If these have no classes, DATA
+    stands for other images. After fine-tuning, it evaluates the checkpoint on the split that the
+    run evaluated, or on `test` if `keep_best` selected the checkpoint on training images.
 
     Args:
       config: The configuration of the run.
       workdir: Its work directory.
       checkpoint: The checkpoint to use: the best one, or the work directory for its newest one.
+      has_classes: Whether the images of `config.data` have classes.
+      multi_label: Whether they may have several classes.
     """
     if not isinstance(config.data, str):
         return None
@@ -97,8 +118,10 @@ def next_command(config: TrainConfig, workdir: str, checkpoint: str) -> str | No
         if name and config.evaluations[name].split.startswith('train'):
             words.append('--split=test')  # the run selected a checkpoint on training images
     else:
-        fields = {'start_from': checkpoint, 'data': config.data, **_changed_image_fields(config)}
-        if isinstance(config.loss, LossConfig) and config.loss.kind == 'sigmoid':
+        fields = {'start_from': checkpoint, 'data': 'DATA'}
+        if has_classes:
+            fields |= {'data': config.data, **_changed_image_fields(config)}
+        if multi_label or (isinstance(config.loss, LossConfig) and config.loss.kind == 'sigmoid'):
             fields['loss.kind'] = 'sigmoid'  # images may have several classes
         words = ['finetune', '--config=configs/finetune/transfer.py']
         words += [f'--config.{name}={value}' for name, value in fields.items()]

@@ -171,6 +171,12 @@ def test_a_mask_token_and_a_head_of_patches_are_kept_where_they_fit(old, new):
     assert any('mask token' in line for line in report) == (old != new)
 
 
+def test_a_head_that_is_dropped_is_reported():
+    new = changed(num_classes=None)
+    _, report = transfer(made(OLD), old=OLD, new=new, fresh=made(new))
+    assert 'head: dropped' in report
+
+
 RNG = np.random.default_rng(0)
 KERNEL = RNG.normal(size=(4, 6, 3, 5)).astype(np.float32)
 

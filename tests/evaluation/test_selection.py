@@ -13,7 +13,7 @@ NAN, INF = math.nan, math.inf
 
 
 def select(values, metric='accuracy', patience=None):
-    selection = Selection('val', find_metric(metric), 'train[90%:]', patience)
+    selection = Selection('val', find_metric(metric), 'digits', 'train[90%:]', patience)
     for number, value in enumerate(values, 1):
         selection.record(100 * number, value)
     return selection
@@ -43,5 +43,7 @@ def test_a_run_that_was_killed_anywhere_selects_as_if_it_had_not_been():
         resumed.resume(saved)
         for number in range(before, after + 1):
             resumed.record(100 * number, values[number - 1])
-        resumed.resume(saved | {'split': 'test'})  # values of other images are not compared
+        other = {'split': 'test', 'data': 'photos', 'lower_is_better': True, 'metric': 'loss'}
+        for name, value in other.items():  # values of other images are not compared
+            resumed.resume(saved | {name: value})
         assert resumed == whole[after]

@@ -90,6 +90,8 @@ def test_a_later_grid_has_the_values_and_the_seed_of_the_run_it_starts_from():
         ({'measures': ('tset/accuracy',)}, 'tset/accuracy'),
         ({'measures': ('fewshot/5_shot_accuracy',)}, 'fewshot/5_shot_accuracy'),
         ({'best': 'held_out/accuracy'}, 'held_out/accuracy'),
+        ({'best': 'test/acuracy'}, "did you mean 'accuracy'"),
+        ({'measures': ('test/acuracy',)}, "did you mean 'accuracy'"),
         ({'published': {'3': 0.5}}, 'published'),
     ],
 )

@@ -24,6 +24,7 @@ from vit_jax.planning import ahead_of_time
 from vit_jax.tasks.autoencoding import make_autoencoder_sums
 from vit_jax.tasks.making import make_task
 from vit_jax.training.duration import Duration
+from vit_jax.training.losses import LossConfig
 from vit_jax.training.objectives import TASK_PARAMS, MaskedAutoencoder
 
 # Written by ViTMAEForPreTraining (transformers 5.24) with random parameters, images and noise:
@@ -196,6 +197,7 @@ def test_removed_patches_are_not_seen():
         ({'model': tiny.model(num_classes=10)}, 'num_classes=10: not used'),
         ({'metrics': ('auroc',)}, 'metrics: not supported with objective'),
         ({'reuse_head': True}, 'reuse_head: not supported with objective'),
+        ({'loss': LossConfig(kind='sigmoid')}, '--config.loss=LossConfig'),
     ],
 )
 def test_what_it_does_not_use_is_rejected(changes, message):

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -137,6 +138,19 @@ def test_average_precision_is_the_mean_precision_at_each_hit():
         metrics.average_precisions(scores, 0 * with_absent)
 
 
+@pytest.mark.parametrize('name', ['auroc', 'mean_average_precision'])
+def test_a_ranking_does_not_depend_on_how_confident_the_model_is(name):
+    """Of two classes, images are ranked by the difference of the logits, however large it is."""
+    of_set = SET_METRICS[name].of_set
+    two = np.round(LOGITS[:, :2] * 64) / 64
+    expected = of_set(two, ONE % 2)
+    for scale in 8, 64, 1024:
+        assert of_set(two * np.float32(scale), ONE % 2) == expected
+    shift = RNG.integers(-4, 4, (60, 1)) * np.float32(256)
+    rounded = np.round(LOGITS * 64) / 64
+    assert of_set(rounded + shift, ONE) == of_set(rounded, ONE)
+
+
 def test_f1_of_classes_that_are_only_predicted_is_zero_and_of_others_is_left_out():
     found = metrics.macro_f1(np.array([0, 0, 2]), np.array([0, 0, 0]))
     assert found == pytest.approx((0.8 + 0) / 2)  # classes 0 and 2; class 1 occurs nowhere
@@ -197,6 +211,37 @@ def test_a_function_that_returns_no_number_is_named():
 
 def no_number(logits, labels):
     return labels
+
+
+def absent_key(logits, labels):
+    return {}['key']
+
+
+def in_place(logits, labels):
+    logits -= logits.max(axis=1, keepdims=True)
+    return 0.5
+
+
+@pytest.mark.parametrize('function, error', [(absent_key, KeyError), (in_place, ValueError)])
+def test_a_function_that_fails_does_so_before_training(function, error, tmp_path):
+    config = tiny.experiment(metrics=(function,))
+    with pytest.raises(error):
+        training_run.train(config, str(tmp_path / 'run'))
+    assert not (tmp_path / 'run/metrics.jsonl').exists()
+
+
+@pytest.mark.parametrize('outputs', [('logits',), ('labels',), ('predicted', 'labels')])
+@pytest.mark.parametrize('labels', [(6,), (6, 3)])
+def test_a_metric_is_tried_with_outputs_as_it_will_get_them(outputs, labels):
+    logits = jnp.zeros((6, 3))
+    real = metrics.compute_outputs(outputs, logits, jnp.zeros(labels, jnp.int32))
+    tried = metrics.random_outputs(jax.eval_shape(lambda: real))
+    for name in outputs:
+        assert tried[name].dtype.kind == real[name].dtype.kind
+        if name != 'logits' and outputs == ('labels',) and len(labels) == 1:
+            assert tried[name].shape == labels
+        else:
+            assert tried[name].shape == real[name].shape
 
 
 def test_a_function_may_return_an_array_of_jax_or_a_truth_value():

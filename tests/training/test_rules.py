@@ -8,7 +8,7 @@ import pytest
 
 from tests import tiny
 from tests.networks import RESNET
-from vit_jax.base import tree_names
+from vit_jax.base import UserError, tree_names
 from vit_jax.models import build
 from vit_jax.training.optimizer import OPTIONS, OptimizerConfig, make_optimizer
 from vit_jax.training.param_groups import make_param_groups
@@ -163,6 +163,14 @@ def test_rules_about_layers_need_layers():
     for changes in {'layer_decay': 0.9}, {'trained_blocks': 1}:
         with pytest.raises(ValueError, match=[*changes][0]):
             make_param_groups(OptimizerConfig(**changes), shapes)
+
+
+@pytest.mark.parametrize('changes', [{'trained_blocks': 0}, {'head_weight_decay': 0.1}])
+def test_rules_about_the_head_need_a_head(changes):
+    shapes = jax.eval_shape(build(tiny.model(num_classes=None)).init, jax.random.key(0))
+    ((name, value),) = changes.items()
+    with pytest.raises(UserError, match=f'config.optimizer.{name}={value}: the model has no head'):
+        make_param_groups(OptimizerConfig(**changes), shapes)
 
 
 def test_the_head_of_patches_is_a_head_and_the_mask_token_an_input():

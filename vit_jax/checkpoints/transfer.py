@@ -78,6 +78,8 @@ def transfer(
         to_zero = ' to zero' if new.head == 'linear' else ''
         report.append(line or f'head: reset{to_zero}, for {new.num_classes} classes')
         body |= kept
+    elif head_params(params):
+        report.append('head: dropped')
     if tanh:
         report.append('pre_logits: dropped with the pre-trained head')
     if masked:

@@ -7,6 +7,7 @@ compiled program. `Selection` finds the best evaluation of a training run.
 
 import collections
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from vit_jax.base import Array, Batch, Bool, Int, Num, Params, require
+from vit_jax.base import Array, Batch, Bool, Int, Num, Params, UserError, require
 from vit_jax.data import loading
 from vit_jax.data.loading import BatchSource, ImageReader, LoaderConfig
 from vit_jax.distributed import meshes
 from vit_jax.training.duration import Interval, TrainLength
 from vit_jax.training.losses import BatchSums
-from vit_jax.training.metrics import Metric
+from vit_jax.training.metrics import SET_METRICS, Metric, random_outputs
 
 # Wraps an iterator of batches, for example to show progress.
 WrapBatches = Callable[[Iterable[Batch]], Iterable[Batch]]
@@ -88,8 +89,18 @@ class Evaluator:
     def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
         """Returns the evaluator compiled for abstract parameters and the batches of a reader."""
         batch = self.batches.abstract(reader)
+        self._try_metrics(params, batch)
         step = self.step.lower(params, batch, *self.arguments).compile()
         return dataclasses.replace(self, step=step)
+
+    def _try_metrics(self, params: Params, batch: Batch) -> None:
+        """Calls functions of the user with random outputs, so that they fail before training."""
+        own = [metric for metric in self.metrics if metric.name not in SET_METRICS]
+        if own:
+            shapes = jax.eval_shape(self.step, params, batch, *self.arguments).outputs
+            outputs = random_outputs(shapes)
+            for metric in own:
+                metric.measure(outputs)
 
     def list_metrics(self, params: Params, reader: ImageReader) -> list[str]:
         """Lists the names of `Evaluation.metrics`, for abstract parameters."""
@@ -149,7 +160,13 @@ class Evaluator:
             raise AssertionError(f'evaluated {num_examples} of {count} images')
         metrics = {name: total / num_examples for name, total in totals.items()}
         outputs = {name: np.concatenate(arrays) for name, arrays in outputs_by_batch.items()}
-        metrics |= {metric.name: metric.measure(outputs) for metric in self.metrics}
+        for array in outputs.values():
+            array.setflags(write=False)  # metrics share them
+        try:
+            metrics |= {metric.name: metric.measure(outputs) for metric in self.metrics}
+        except UserError as error:
+            source = reader.source
+            raise UserError(f'{source.data}, {source.split}: {error}') from error
         return Evaluation(metrics=metrics, outputs=outputs, readable=readable)
 
 
@@ -227,7 +244,8 @@ class Selection:
 
     evaluation: str  # name of the evaluation
     metric: Metric  # the metric, such as accuracy
-    split: str  # the evaluated split, such as train[90%:]
+    data: str  # the evaluated data
+    split: str  # the evaluated split, such as train[90%:], with other labels if there are any
     patience: int | None = None  # stop after this many evaluations without improvement
     step: int | None = None  # step of the best evaluation; None: no finite value yet
     value: float = 0.0  # the best value
@@ -239,6 +257,11 @@ class Selection:
         The first of equal values is the best.
         """
         is_better = self.step is None or self.metric.is_better(value, self.value)
+        if not math.isfinite(value):
+            logging.warning(
+                '%s/%s is %s at step %d, which cannot be the best',
+                *(self.evaluation, self.metric.name, value, step),
+            )
         if math.isfinite(value) and is_better:
             self.step = step
             self.value = value
@@ -257,6 +280,8 @@ class Selection:
         return {
             'evaluation': self.evaluation,
             'metric': self.metric.name,
+            'lower_is_better': self.metric.lower_is_better,
+            'data': self.data,
             'split': self.split,
             'step': self.step,
             'value': self.value,
@@ -264,9 +289,10 @@ class Selection:
         }
 
     def resume(self, saved: dict[str, Any]) -> None:
-        """Continues a selection of `to_dict`, unless it is by another metric or split."""
+        """Continues a selection of `to_dict`, unless it is by another metric or on other data."""
         own = self.to_dict()
-        if all(saved[name] == own[name] for name in ('evaluation', 'metric', 'split')):
+        results = 'step', 'value', 'later_steps'
+        if all(saved.get(name) == own[name] for name in own if name not in results):
             self.step = saved['step']
             self.value = saved['value']
             self.later_steps = saved['later_steps']

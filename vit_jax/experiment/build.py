@@ -130,7 +130,10 @@ class Experiment(NamedTuple):
             fresh={name: leaf for name, leaf in fresh.items() if name != TASK_PARAMS},
             class_names=class_names if self.config.reuse_head else None,
         )
-        return result._replace(params=fresh | result.params)
+        report = [*result.report]
+        if TASK_PARAMS in fresh:
+            report.append('parameters of the objective, such as a decoder: initialized')
+        return result._replace(params=fresh | result.params, report=report)
 
 
 def build_experiment(

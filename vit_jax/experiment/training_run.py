@@ -237,6 +237,7 @@ def make_selection(experiment: Experiment) -> Selection | None:
     return Selection(
         evaluation=name,
         metric=find_metric(metric, resolve_metrics(config.metrics)),
+        data=readers[name].source.data,
         split=readers[name].source.split,
         patience=config.patience,
     )

@@ -17,7 +17,7 @@ from vit_jax.experiment import reporter, workdirs
 from vit_jax.experiment.values import remove_values
 from vit_jax.studies import history
 from vit_jax.studies.config import COMPUTE, Grid, Study
-from vit_jax.training.metrics import find_metric
+from vit_jax.training.metrics import METRICS, find_metric, resolve_metrics
 
 
 class PlannedRun(NamedTuple):
@@ -97,6 +97,14 @@ def _check_measures(grid: Grid, run: PlannedRun) -> None:
         is_known = measure == COMPUTE or measure.partition('/')[0] in kinds
         expected = ', '.join(f'{kind}/...' for kind in kinds)
         require(is_known, f'grids.{run.grid}: measure {measure!r}: expected {expected}, compute')
+        kind, _, name = measure.partition('/')
+        if kind in run.config.evaluations:
+            known = {*METRICS, *(metric.name for metric in resolve_metrics(run.config.metrics))}
+            require(
+                name in known,
+                f'grids.{run.grid}: measure {measure!r}: no metric {name!r}; '
+                f'{records.closest(name, sorted(known))}',
+            )
 
 
 def describe_programs(runs: Sequence[PlannedRun]) -> str:
@@ -195,8 +203,15 @@ def _find_checkpoint(workdir: Path, best: str | None) -> Path:
 
 
 def find_best_step(run: history.History, best: str) -> int | None:
-    """Returns the step with the best value of KIND/NAME; None if no step has a value."""
+    """Returns the step with the best value of KIND/NAME; None if no step has a value.
+
+    Values before a change of the selection or of the evaluations do not count, as in the run.
+    """
+    changed = 'keep_best', 'evals', 'eval_split', 'metrics', 'data'
+    first = max((step for step, change in run.changes if change.startswith(changed)), default=0)
     numbers = run.numbers.get(best, {})
-    by_step = {step: value for step, value in numbers.items() if not math.isnan(value)}
+    by_step = {
+        step: value for step, value in numbers.items() if step >= first and math.isfinite(value)
+    }
     choose = min if find_metric(best, run.own_metrics).lower_is_better else max
     return choose(by_step, key=by_step.__getitem__, default=None)

@@ -30,10 +30,10 @@ _SPELLINGS = {'top5': 'top-5', 'f1': 'F1', 'auroc': 'AUROC'}  # of words in name
 class Metric(records.Record):
     """A number that evaluations measure.
 
-    `of_set` gets the `outputs` of all images that could be read, as numpy arrays, and returns a
-    number. `logits` has a row per image. `labels` are class numbers, or rows of 0 and 1 if images
-    have several classes. `predicted` are the classes with the highest logit, or rows that are True
-    where the logit is positive.
+    `of_set` gets the `outputs` of all images that could be read, as read-only numpy arrays, and
+    returns a number. `logits` has a row per image. `labels` are class numbers, or rows of 0 and 1
+    if images have several classes. `predicted` are the classes with the highest logit, or rows that
+    are True where the logit is positive.
     """
 
     name: str  # name in metrics.jsonl
@@ -50,7 +50,9 @@ class Metric(records.Record):
 
     def format(self, value: float) -> str:
         """Formats a value with its unit."""
-        return f'{value:.2%}' if self.unit == 'percent' else f'{value:.4g}'
+        if self.unit == 'percent':
+            return f'{value:.2%}'
+        return f'{value:,.0f}' if 1000 <= abs(value) < 1e9 else f'{value:.4g}'
 
     def describe(self, value: float) -> str:
         """Formats a value with title and unit."""
@@ -110,6 +112,21 @@ def compute_outputs(
     predicted = logits.argmax(axis=-1) if labels.ndim == 1 else logits > 0
     outputs = {'logits': logits, 'labels': labels, 'predicted': predicted}
     return {name: outputs[name] for name in names}
+
+
+def random_outputs(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+    """Returns outputs of these shapes, as of random examples of all classes in turn."""
+    count = next(iter(shapes.values())).shape[0]
+    num_classes = next((shape.shape[1] for shape in shapes.values() if shape.ndim == 2), 2)
+    is_multi_label = any(shape.ndim == 2 for name, shape in shapes.items() if name != 'logits')
+    logits = np.random.default_rng(0).normal(size=(count, num_classes)).astype(np.float32)
+    classes = np.arange(count) % num_classes
+    labels = np.eye(num_classes, dtype=np.int32)[classes] if is_multi_label else classes
+    predicted = logits > 0 if is_multi_label else logits.argmax(axis=-1)
+    outputs = {'logits': logits, 'labels': labels, 'predicted': predicted}
+    for array in outputs.values():
+        array.setflags(write=False)
+    return outputs
 
 
 def balanced_accuracy(predicted: Int[np.ndarray, 'n'], labels: Int[np.ndarray, 'n']) -> float:
@@ -185,12 +202,26 @@ def _score_classes(
 ) -> tuple[Float[np.ndarray, 'n k'], Bool[np.ndarray, 'n k']]:
     """Returns scores by which the images of a class can be ranked, and whether they belong to it.
 
-    With one class per image, the scores are probabilities, because logits of different images are
-    equivalent if they differ by a constant.
+    With one class per image, the scores are log-odds, log(p / (1 - p)) of the softmax probability
+    p: logits of different images are equivalent if they differ by a constant, and p itself would be
+    rounded to 1 for confident models.
     """
     if labels.ndim == 2:
         return logits, labels > 0
-    return scipy.special.softmax(logits, axis=1), labels[:, None] == np.arange(logits.shape[1])
+    is_member = labels[:, None] == np.arange(logits.shape[1])
+    if logits.shape[1] == 1:
+        return logits, is_member
+    rows = np.arange(len(logits))
+    logits = logits.astype(np.float64)
+    best = logits.argmax(axis=1)
+    others = logits.copy()
+    others[rows, best] = -np.inf
+    # The logarithm of the summed exponentials of all other classes. Of the best class this would be
+    # a difference of nearly equal numbers.
+    total = scipy.special.logsumexp(logits, axis=1)[:, None]
+    rest = total + np.log1p(-np.minimum(np.exp(logits - total), 0.5))
+    rest[rows, best] = scipy.special.logsumexp(others, axis=1)
+    return (logits - rest).astype(np.float32), is_member  # rounded, so that equal scores are equal
 
 
 _LOSSES = [

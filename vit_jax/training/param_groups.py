@@ -85,6 +85,16 @@ def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
     Raises:
       UserError: If a pattern matches no parameter, or the model does not support an option.
     """
+    has_head = any(re.fullmatch(_HEAD, name) for name in tree_names.named_leaves(params))
+    for field, is_set in {
+        'trained_blocks': config.trained_blocks == 0,
+        'head_weight_decay': config.head_weight_decay is not None,
+    }.items():
+        value = getattr(config, field)
+        records.require(
+            has_head or not is_set,
+            f'config.optimizer.{field}={value}: the model has no head; leave it out',
+        )
     report: list[str] = []
     factors = tree_names.map_named(lambda name, _: np.float32(1), params)
 

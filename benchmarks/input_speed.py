@@ -19,6 +19,7 @@ import importlib.util
 import math
 import os
 import pathlib
+import random
 import resource
 import statistics
 import subprocess
@@ -43,7 +44,12 @@ from vit_jax.config import TrainConfig
 from vit_jax.data import image_decoding, image_preprocessing, loading, sampling
 from vit_jax.data.augmentation import Augmentation, augment, augreg
 from vit_jax.data.image_decoding import MAX_PIXELS, decode
-from vit_jax.data.image_preprocessing import InceptionCrop, crop_jpegs, decode_and_crop
+from vit_jax.data.image_preprocessing import (
+    InceptionCrop,
+    Resize,
+    crop_jpegs,
+    decode_and_crop,
+)
 from vit_jax.data.loading import ImageReader, LoaderConfig, count_cores
 from vit_jax.data.sampling import Examples
 from vit_jax.data.sources.base import Source, labeled_source, select
@@ -92,14 +98,18 @@ def undecoded_images(count: int) -> Source:
 
 
 class SimulatedDecoder:
-    """Chooses the regions of JPEGs, and then waits instead of decoding and resizing them."""
+    """Chooses the regions of JPEGs, and then waits instead of decoding and resizing them.
+
+    The time of an image is random, because photos differ.
+    """
 
     def __init__(self, seconds: float):
-        self.seconds = seconds  # for an image
+        self.seconds = seconds  # for an image, on average
         self.find_regions = image_decoding.region_decoder().find_regions
 
     def decode_regions(self, files: tuple[bytes, ...], regions: Any, pixels: Any) -> bytes:
-        time.sleep(self.seconds * len(files))
+        if self.seconds:
+            time.sleep(self.seconds * sum(random.lognormvariate(-0.18, 0.6) for _ in files))
         return b'\1' * len(files)
 
     @contextlib.contextmanager
@@ -126,13 +136,21 @@ def make_reading_step(reader: ImageReader, threads: int, batch_size: int) -> Cal
 
 
 def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -> Iterator[int]:
-    """Does the same with tf.data: TFRecord, shuffle, decode and crop, resize, flip, batch."""
+    """Does the same with tf.data: TFRecord, shuffle, decode and crop, resize, batch.
+
+    The options are those of big_vision. TensorFlow decodes with libjpeg's faster, less exact method
+    by default, and ignores the orientation in EXIF.
+    """
     import tensorflow as tf
 
     tf.config.set_visible_devices([], 'GPU')
+    options = tf.data.Options()
+    options.threading.max_intra_op_parallelism = 1
+    options.threading.private_threadpool_size = 48
+    options.experimental_optimization.inject_prefetch = False
     with tempfile.NamedTemporaryFile(suffix='.tfrecord') as file:
         with tf.io.TFRecordWriter(file.name) as writer:
-            for path in paths:
+            for path in 20 * paths:  # so that the file rarely ends
                 if path.read_bytes()[:2] == b'\xff\xd8':
                     writer.write(path.read_bytes())
 
@@ -147,11 +165,10 @@ def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -
             )
             window = tf.stack([begin[0], begin[1], extent[0], extent[1]])
             image = tf.io.decode_and_crop_jpeg(stored, window, channels=3)
-            image = tf.cast(tf.image.resize(image, size), tf.uint8)
-            return tf.image.random_flip_left_right(image)
+            return tf.cast(tf.image.resize(image, size), tf.uint8)
 
         dataset = tf.data.TFRecordDataset(file.name).shuffle(250).repeat()
-        dataset = dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE)
+        dataset = dataset.map(example, num_parallel_calls=tf.data.AUTOTUNE).with_options(options)
         for batch in dataset.batch(batch_size).prefetch(2).as_numpy_iterator():
             yield len(batch)
 
@@ -195,17 +212,22 @@ def measure_simulated_cores(reader: ImageReader, seconds: float) -> None:
     """
     reader = dataclasses.replace(reader, source=photos_in_memory(reader.source))
     sharding = meshes.batch_sharding(meshes.make_mesh(meshes.MeshConfig()))
+
+    def make_step(threads: int, batch_size: int = 1024) -> Callable[[], int]:
+        batches = batches_of(reader, sharding, batch_size, config=LoaderConfig(threads=threads))
+        return lambda: len(next(batches)['mask'])
+
     with SimulatedDecoder(SIMULATED_SECONDS).installed():
         for cores in 4, 8, 16, 32, 64:
-            config = LoaderConfig(threads=cores)
-            batches = batches_of(reader, sharding, 1024, config=config)
-
-            def step(batches: Iterator[Batch] = batches) -> int:
-                next(batches)
-                return 1024
-
             name = f'{cores} simulated cores of {1 / SIMULATED_SECONDS:.0f} images/s'
-            print_rate(name, step, seconds)
+            print_rate(name, make_step(cores), seconds)
+        for batch_size in 16, 128, 512:
+            name = f'64 simulated cores, batches of {batch_size}'
+            print_rate(name, make_step(64, batch_size), seconds)
+    with SimulatedDecoder(0).installed():
+        rate = print_rate('64 threads, decoding in no time', make_step(64), seconds)
+        print(f'  {1e6 / rate.wall:.1f} microseconds per image, with contention for the lock')
+    with SimulatedDecoder(SIMULATED_SECONDS).installed():
         clock = Clock()
         config = LoaderConfig(threads=64)
         loader = loading.make_loader(reader, config, sharding)
@@ -245,9 +267,14 @@ def measure_parts(reader: ImageReader) -> None:
         'regions, without the lock': lambda: [
             find_regions(group, keys[:16], regions, options) for group in groups
         ],
-        'batch, with regions': lambda: reader.examples(examples, pool),
+        'all of a batch': lambda: reader.examples(examples, pool),
+        'all of a batch, general path': lambda: general.examples(examples, pool),
     }
-    with SimulatedDecoder(0).installed():
+    general = dataclasses.replace(reader, crop=Resize())
+    blank = np.zeros((*reader.size, 3), np.uint8)
+    without_decoding = mock.patch('simplejpeg.decode_jpeg', lambda *_, **__: blank)
+    without_resizing = mock.patch.object(image_preprocessing, '_resize', lambda *_: blank)
+    with SimulatedDecoder(0).installed(), without_decoding, without_resizing:
         for name, part in parts.items():
             times = []
             for _ in range(10):
@@ -445,9 +472,10 @@ def compare_with_tf_data(arguments: list[str], cores: int) -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:cores])  # processes inherit it
     ratios: dict[str, list[float]] = {'first-epoch': [], 'pipeline': []}
-    for _ in range(ROUNDS):
+    for turn in range(ROUNDS):
+        names = ['tf.data', *ratios]
         rates = {}
-        for name in 'tf.data', *ratios:
+        for name in names[turn:] + names[:turn]:
             alone = [*command, f'--alone={name}']
             done = subprocess.run(alone, check=True, stdout=subprocess.PIPE, text=True)
             measured = done.stdout.splitlines()[-1]

@@ -5,12 +5,13 @@ python -m benchmarks.input_speed --photos=FOLDER [--variant=Ti/16] [--batch_size
 `per core` is images per CPU second, on which other work on the machine has little influence. With
 the extra `tf` installed, tf.data reads the same photos from a TFRecord file, in turns with the
 pipeline, on one core and on all, each in its own process. The pipeline has two rows: in the first
-epoch, files are also checked for damage. --alone=NAME measures one part of this only; `simulated`
-is everything but decoding: microseconds of each part, and the rate with many cores, for which the
-decoder waits instead.
+epoch, files are also checked for damage. --alone=NAME measures only one part of all this;
+`simulated` is everything but decoding: microseconds of each part, and the rate with many cores, for
+which the decoder waits instead.
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -43,7 +44,7 @@ from vit_jax.cli import app
 from vit_jax.config import TrainConfig
 from vit_jax.data import image_decoding, image_preprocessing, loading, sampling
 from vit_jax.data.augmentation import Augmentation, augment, augreg
-from vit_jax.data.image_decoding import MAX_PIXELS, decode
+from vit_jax.data.image_decoding import MAX_PIXELS, decode, is_jpeg
 from vit_jax.data.image_preprocessing import (
     InceptionCrop,
     Resize,
@@ -64,6 +65,7 @@ from vit_jax.training.loop import Clock
 from vit_jax.training.losses import make_targets
 
 SIMULATED_SECONDS = 1 / 600  # seconds per image on a simulated core
+_SPREAD = -0.18, 0.6  # of a random factor with the mean 1
 NUM_IMAGES = 100_000  # images, by repeating photos: shuffling few images costs more per image
 ROUNDS = 3  # alternating measurements of both pipelines, as the speed of a machine varies
 
@@ -109,7 +111,7 @@ class SimulatedDecoder:
 
     def decode_regions(self, files: tuple[bytes, ...], regions: Any, pixels: Any) -> bytes:
         if self.seconds:
-            time.sleep(self.seconds * sum(random.lognormvariate(-0.18, 0.6) for _ in files))
+            time.sleep(self.seconds * sum(random.lognormvariate(*_SPREAD) for _ in files))
         return b'\1' * len(files)
 
     @contextlib.contextmanager
@@ -136,7 +138,7 @@ def make_reading_step(reader: ImageReader, threads: int, batch_size: int) -> Cal
 
 
 def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -> Iterator[int]:
-    """Does the same with tf.data: TFRecord, shuffle, decode and crop, resize, batch.
+    """Yields the sizes of batches from tf.data: TFRecord, shuffle, decode and crop, resize, batch.
 
     The options are those of big_vision. TensorFlow decodes with libjpeg's faster, less exact method
     by default, and ignores the orientation in EXIF.
@@ -150,9 +152,10 @@ def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -
     options.experimental_optimization.inject_prefetch = False
     with tempfile.NamedTemporaryFile(suffix='.tfrecord') as file:
         with tf.io.TFRecordWriter(file.name) as writer:
-            for path in 20 * paths:  # so that the file rarely ends
-                if path.read_bytes()[:2] == b'\xff\xd8':
-                    writer.write(path.read_bytes())
+            jpegs = [path.read_bytes() for path in paths]
+            jpegs = [jpeg for jpeg in jpegs if is_jpeg(jpeg)]
+            for number in range(max(5000, len(jpegs))):  # many, so that the file rarely ends
+                writer.write(jpegs[number % len(jpegs)])
 
         def example(stored: 'tf.Tensor') -> 'tf.Tensor':
             shape = tf.io.extract_jpeg_shape(stored)
@@ -261,6 +264,7 @@ def measure_parts(reader: ImageReader) -> None:
     options = *crop.area, *crop.aspect, *reader.size, crop.reduced, True, MAX_PIXELS
     find_regions = image_decoding.region_decoder().find_regions
     pool = futures.ThreadPoolExecutor(1)
+    general = dataclasses.replace(reader, crop=Resize())
     parts: dict[str, Callable[[], Any]] = {
         'order': lambda: sampler(positions),
         'keys': lambda: sampling.example_keys(0, examples),
@@ -270,7 +274,6 @@ def measure_parts(reader: ImageReader) -> None:
         'all of a batch': lambda: reader.examples(examples, pool),
         'all of a batch, general path': lambda: general.examples(examples, pool),
     }
-    general = dataclasses.replace(reader, crop=Resize())
     blank = np.zeros((*reader.size, 3), np.uint8)
     without_decoding = mock.patch('simplejpeg.decode_jpeg', lambda *_, **__: blank)
     without_resizing = mock.patch.object(image_preprocessing, '_resize', lambda *_: blank)
@@ -461,6 +464,22 @@ def measure_with_model(reader: ImageReader, name: str, batch_size: int, seconds:
     print(f'the bottleneck is {slower}: {min(pipeline.wall, step_alone.wall):,.0f} images/s alone')
 
 
+def _measure_in_process(name: str, command: list[str]) -> float:
+    """Runs --alone=NAME and prints what it printed. Returns its images per second and core."""
+    environment = os.environ | {'JAX_PLATFORMS': 'cpu'}  # this process may hold all other devices
+    done = subprocess.run(
+        [*command, f'--alone={name}'],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    *_, memory, rate = done.stdout.splitlines()
+    print(f'{memory}\n{rate}')
+    per_core = rate.removesuffix(' per core').split()[-1]
+    return float(per_core.replace(',', ''))
+
+
 def compare_with_tf_data(arguments: list[str], cores: int) -> None:
     """Measures tf.data and both epochs of the pipeline on the first cores, in turns.
 
@@ -472,18 +491,15 @@ def compare_with_tf_data(arguments: list[str], cores: int) -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(allowed)[:cores])  # processes inherit it
     ratios: dict[str, list[float]] = {'first-epoch': [], 'pipeline': []}
-    for turn in range(ROUNDS):
-        names = ['tf.data', *ratios]
-        rates = {}
-        for name in names[turn:] + names[:turn]:
-            alone = [*command, f'--alone={name}']
-            done = subprocess.run(alone, check=True, stdout=subprocess.PIPE, text=True)
-            measured = done.stdout.splitlines()[-1]
-            print(measured)
-            rates[name] = float(measured.split()[-3].replace(',', ''))
-        for name, turns in ratios.items():
-            turns.append(rates[name] / rates['tf.data'])
-    os.sched_setaffinity(0, allowed)
+    try:
+        for turn in range(ROUNDS):
+            names = collections.deque(['tf.data', *ratios])
+            names.rotate(turn)
+            rates = {name: _measure_in_process(name, command) for name in names}
+            for name, turns in ratios.items():
+                turns.append(rates[name] / rates['tf.data'])
+    finally:
+        os.sched_setaffinity(0, allowed)
     for name, turns in ratios.items():
         of_turns = ', '.join(f'{ratio:.2f}' for ratio in sorted(turns))
         print(

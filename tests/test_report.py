@@ -85,24 +85,26 @@ def test_the_best_step_is_named_with_the_split_that_selected_it(tmp_path):
 
 
 def test_only_steps_after_a_change_of_the_selection_are_the_best(tmp_path):
-    lines = [line('test', 10 * n, loss=loss) for n, loss in enumerate([1.0, 1.5, 1.25], 1)]
+    losses = {10: 1.0, 20: 1.5, 30: 1.25}
+    lines = [line('test', step, run=1 + step // 20, loss=loss) for step, loss in losses.items()]
     run = run_of(tmp_path / 'a', lines=lines, keep_best='test/loss', eval_split='train[90%:]')
-    change = {'run': 2, 'event': 'training', 'step': 20, 'time': 300.0, 'seconds': {}}
+    assert '| 10: test/loss 1 on' in cells(page_of(tmp_path, run))[1]
+    anew = {'run': 2, 'event': 'training', 'step': 10, 'time': 300.0, 'seconds': {}}
     with open(tmp_path / 'a/events.jsonl', 'a') as file:
-        json.dump(change | {'changes': ["keep_best: 'test/accuracy' -> 'test/loss'"]}, file)
+        json.dump(anew | {'selects_anew': True}, file)
     assert '| 30: test/loss 1.25 on train[90%:] |' in cells(page_of(tmp_path, run))[1]
 
 
 def test_every_evaluation_is_in_the_results(tmp_path):
     lines = [
         line('train', 10, loss=1.5),
-        line('pixels', 10, loss=1.25),
-        line('train_held', 10, loss=12345.678, accuracy=0.5),
+        line('pixels', 10, loss=12345.678, unreadable=1),
+        line('train_held', 10, loss=1.25, accuracy=0.5),
     ]
     rows = cells(page_of(tmp_path, run_of(tmp_path / 'a', lines=lines)))
     names = 'train/loss | pixels/loss | train_held/accuracy'
     assert rows[0] == f'run | state | {names} | wall time'
-    assert '| 1.5 | 1.25 | 50.00% |' in rows[1]
+    assert '| 1.5 | 12,346 | 50.00% |' in rows[1]
 
 
 def test_a_run_without_numbers_has_a_page(tmp_path):

@@ -191,12 +191,10 @@ class TrainConfig(Record):
             for place, record, name in records.find_fields(self, path):
                 default = records.default_of(type(record), name)
                 is_default = getattr(record, name) == default
-                flag = type(default).__name__ if isinstance(default, Record) else default or 'none'
-                require(
-                    is_default,
-                    f'{place}: not supported with objective; leave it out, or, if the file of the '
-                    f'configuration sets it, add --config.{place}={flag}',
-                )
+                reset = ''
+                if isinstance(default, Record):  # the file of the configuration may set it
+                    reset = f', or add --config.{place}={type(default).__name__}'
+                require(is_default, f'{place}: not supported with objective; leave it out{reset}')
 
     @property
     def evaluations(self) -> dict[str, EvalConfig]:

@@ -9,7 +9,7 @@ import argparse
 import importlib.util
 import pathlib
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -86,11 +86,7 @@ def _state(run: History) -> str:
 
 
 def _results(runs: Sequence[History]) -> Section:
-    others = 'step|run|seconds|count'
-    shown = rf'train/(loss|images_per_second)|(?!(train|skipped)/)[^/]+/(?!({others})$).*'
-    names = [name for name in _names(runs) if re.fullmatch(shown, name)]
-    with_others = {name.rpartition('/')[0] for name in names if not name.endswith('/loss')}
-    names = [name for name in names if not _is_minor_loss(name, with_others)]
+    names = [*dict.fromkeys(name for run in runs for name in _list_results(run))]
     selects = any(run.config.get('keep_best') for run in runs)
     rows = []
     for run in runs:
@@ -106,10 +102,13 @@ def _results(runs: Sequence[History]) -> Section:
     return Section('Results', text, table=Table(['run', 'state', *names, *best, 'wall time'], rows))
 
 
-def _is_minor_loss(name: str, with_others: Set[str]) -> bool:
-    """Returns whether this is the loss of an evaluation that has other metrics too."""
-    kind, _, metric = name.rpartition('/')
-    return metric == 'loss' and kind != 'train' and kind in with_others
+def _list_results(run: History) -> list[str]:
+    """Lists the metrics for the table: of an evaluation, all but the loss if there are others."""
+    others = 'step|run|seconds|count|unreadable'
+    shown = rf'train/(loss|images_per_second)|(?!(train|skipped)/)[^/]+/(?!({others})$).*'
+    names = [name for name in run.numbers if re.fullmatch(shown, name)]
+    kinds = {name.partition('/')[0] for name in names if not name.endswith('/loss')} - {'train'}
+    return [name for name in names if name not in {f'{kind}/loss' for kind in kinds}]
 
 
 def _describe_best(run: History) -> str:

@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace, job: Job) -> int:
         if note:
             print(f'note       {note}')
     elif best:
-        print(f'best       none: {best.evaluation}/{best.metric.name} was never finite')
+        print(f'best       none: {best.name} was never finite')
     print(f'metrics    {result.folder / METRICS}')
     print(f'time       {reporter.format_seconds(result.reporter.clock.seconds)}')
     earlier = result.reporter.earlier_seconds
@@ -82,11 +82,11 @@ def describe_test_selection(config: TrainConfig) -> str | None:
     if 'test' not in split:
         return None
     field = f'evals.{name}.split' if config.evals else 'eval_split'
-    flags = f"--config.train_split='train[:90%]' --config.{field}='train[90%:]'"
+    remedy = f"train with --config.train_split='train[:90%]' --config.{field}='train[90%:]'"
     if evaluation.data not in (None, config.data):
-        flags = f'another split as --config.{field}'
+        remedy = f'set --config.{field} to another split'
     reason = f'the best step was selected on {split}, so expect a worse value for new images'
-    return f'{reason}; to keep {split} for a final evaluation, train with {flags}'
+    return f'{reason}; to keep {split} for a final evaluation, {remedy}'
 
 
 def next_command(

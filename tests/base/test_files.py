@@ -197,6 +197,16 @@ def test_a_file_is_read_whole_however_little_each_call_returns(tmp_path, monkeyp
 
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='no files of size 0 in /proc')
+def test_a_range_is_read_whole_however_little_each_call_returns(tmp_path, monkeypatch):
+    (tmp_path / 'file').write_bytes(bytes(range(100)))
+    descriptor = os.open(tmp_path / 'file', os.O_RDONLY)
+    pread = os.pread
+    monkeypatch.setattr(os, 'pread', lambda file, count, start: pread(file, min(3, count), start))
+    assert files.read_range(descriptor, 50, 20) == bytes(range(20, 70))
+    assert files.read_range(descriptor, 50, 90) == bytes(range(90, 100))
+    os.close(descriptor)
+
+
 def test_a_file_without_a_size_is_read_to_its_end():
     read = files.read_file('/proc/self/status', 2**20)
     assert read.startswith(b'Name:') and b'Threads:' in read

@@ -3,6 +3,7 @@ import errno
 import gc
 import io
 import itertools
+import os
 import threading
 import types
 import weakref
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.base import PassingError, UserError
+from vit_jax.base import TransientError, UserError
 from vit_jax.data import inspection, loading
 from vit_jax.data.image_preprocessing import CentralCrop, Preprocessing, RandomCrop, Resize
 from vit_jax.data.loading import make_reader
@@ -169,14 +170,14 @@ def test_a_crop_of_the_user_with_another_size_is_no_unreadable_image():
         reader.examples(Examples.of(0), pool)
 
 
-def failing(index, times):
+def failing(index, times, number=errno.ESTALE):
     """The images, but that the network fails the first times that one of them is read."""
     left = [times]
 
     def read(i):
         if i == index and left[0]:
             left[0] -= 1
-            raise OSError(errno.ESTALE, 'Stale file handle')
+            raise OSError(number, os.strerror(number))
         return SOURCE.read(i)
 
     return dataclasses.replace(SOURCE, read=read)
@@ -188,20 +189,24 @@ def test_a_failing_network_changes_no_batch(monkeypatch, on_unreadable):
     expected = taken(loader(), stop=5)
     found = loader(source=failing(7, times=2), on_unreadable=on_unreadable)
     assert_same(taken(found, stop=5), expected)
-    with pytest.raises(PassingError, match=r'test\[7\]: Stale'):
+    with pytest.raises(TransientError, match=r'test\[7\]: Stale'):
         taken(loader(source=failing(7, times=3), on_unreadable=on_unreadable), stop=5)
+    with pytest.raises(UserError, match=r'test\[7\]: Input/output error'):
+        taken(loader(source=failing(7, 3, errno.EIO)), stop=5)
 
 
 def test_no_batch_is_kept_by_its_errors():
+    reader = loading.ImageReader(broken_source(), Resize(), (6, 6), True, on_unreadable='skip')
     gc.collect()
     gc.disable()
-    reader = loading.ImageReader(broken_source(), Resize(), (6, 6), True, on_unreadable='skip')
-    with futures.ThreadPoolExecutor(1) as pool:
-        batch = reader.examples(Examples.of(np.arange(16)), pool)
-    images = weakref.ref(batch['images'])
-    del batch
-    gc.enable()
-    assert images() is None
+    try:
+        with futures.ThreadPoolExecutor(1) as pool:
+            batch = reader.examples(Examples.of(np.arange(16)), pool)
+        images = weakref.ref(batch['images'])
+        del batch
+        assert images() is None
+    finally:
+        gc.enable()
 
 
 def test_a_thread_holds_few_bytes_of_stored_images(monkeypatch):
@@ -323,12 +328,12 @@ def test_a_value_that_makes_no_sense_is_named(name):
 def test_a_batch_needs_no_more_than_the_memory(monkeypatch, backend, steps, bytes_per_row):
     """An image has 24 bytes. There are three batches; on a CPU, also one part of one as float32."""
     monkeypatch.setattr(jax, 'default_backend', lambda: backend)
-    monkeypatch.setattr(loading, 'count_cores', lambda: 4)
     memory = types.SimpleNamespace(total=100 * bytes_per_row)
     monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory)
-    loading.check_memory(100, (2, 4), 'config.batch_size', steps)
+    options = {'accumulation_steps': steps, 'threads': 4}
+    loading.check_memory(100, (2, 4), 'config.batch_size', **options)
     with pytest.raises(UserError, match='config.batch_size=101'):
-        loading.check_memory(101, (2, 4), 'config.batch_size', steps)
+        loading.check_memory(101, (2, 4), 'config.batch_size', **options)
 
 
 def test_a_label_that_is_no_whole_number_is_rejected_not_rounded():

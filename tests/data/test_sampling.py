@@ -143,7 +143,7 @@ def test_classes_of_one_size_have_orders_of_their_own():
 
 
 def test_balance_does_not_depend_on_the_last_bit_of_a_power():
-    """A quarter of 10 examples is a half too many: the last bit of the share would round it."""
+    """A quarter of 10 is 2.5: the last bit would decide whether it is rounded up."""
     labels = np.repeat([0, 1], [1, 9])
     positions = np.arange(200)
     expected = sampling.balance_classes(labels, balance=0.5, seed=0)(positions)

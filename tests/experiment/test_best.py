@@ -13,7 +13,7 @@ from vit_jax.config import EvalConfig
 from vit_jax.evaluation.probing import FewshotConfig
 from vit_jax.experiment import training_run
 from vit_jax.experiment.reporter import read_events
-from vit_jax.studies import history
+from vit_jax.studies import history, planned_runs
 from vit_jax.training.duration import Duration
 from vit_jax.training.optimizer import ScheduleConfig
 
@@ -94,3 +94,19 @@ def test_what_selects_nothing_is_rejected_before_compilation(tmp_path, monkeypat
     with pytest.raises(UserError, match=re.escape(name)):
         training_run.train(experiment(**changes), str(tmp_path / 'run'))
     assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.gate
+def test_a_selection_on_other_images_starts_anew_and_the_report_knows_it(whole, tmp_path):
+    folder = str(tmp_path / 'run')
+    first = training_run.train(experiment(total=Duration(steps=4)), folder)
+    evals = {'val': EvalConfig(split='train[:50]', every_steps=2)}
+    changes = {'evals': evals, 'total': Duration(steps=8), 'patience': None}
+    second = training_run.train(experiment(**changes), folder, accept_changes=True)
+    assert second.selection.split != first.selection.split
+    run = history.read_history(second.folder, '')
+    best = planned_runs.find_best_step(run, 'val/accuracy')
+    assert best == second.selection.step
+    assert run.numbers['val/accuracy'][best] == second.selection.value
+    lines = [line for line in run.lines if line['kind'] == 'val' and line['step'] >= best]
+    assert lines[0]['run'] == 2

@@ -7,6 +7,7 @@ import pathlib
 import re
 import shutil
 import signal
+import time
 import types
 
 import chex
@@ -43,6 +44,7 @@ from vit_jax.experiment.build import build_experiment
 from vit_jax.experiment.reporter import read_events
 from vit_jax.models import Regularization
 from vit_jax.studies import history
+from vit_jax.training import loop
 from vit_jax.training.duration import Duration
 from vit_jax.training.loop import NotFiniteError
 from vit_jax.training.losses import LossConfig
@@ -753,3 +755,22 @@ def test_several_evaluations_in_one_run_each_with_its_own_labels(photos, tmp_pat
     assert ('val', 2, 6) in found and ('val', 4, 6) in found
     assert ('real', 4, 5) in found and ('seen', 4, 16) in found
     assert np.isfinite(result.evals['real']['loss'])
+
+
+def test_waiting_for_a_device_is_no_wait_for_data(monkeypatch, tmp_path):
+    """Gathering a batch from the devices takes 1,000 seconds by a clock of the test."""
+    late = 0.0
+    gather = loading._gather
+
+    def gather_late(*arguments):
+        nonlocal late
+        late += 1000.0
+        return gather(*arguments)
+
+    monkeypatch.setattr(loading, '_gather', gather_late)
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + late)
+    monkeypatch.setattr(loop, 'time', clock)
+    loader = loading.LoaderConfig(placement='device')
+    config = tiny.experiment(loader=loader, total=Duration(steps=2))
+    seconds = training_run.train(config, str(tmp_path / 'run')).reporter.clock.seconds
+    assert seconds['data wait'] < 1000 and seconds['step'] >= 2000

@@ -15,8 +15,8 @@ from vit_jax.base.array_types import (
 )
 from vit_jax.base.errors import (
     MissingFile,
-    PassingError,
     StorageError,
+    TransientError,
     UserError,
     plural,
     raise_all,

@@ -1,7 +1,8 @@
-"""Errors that the user can fix. Programs print them on one line, without a traceback.
+"""Errors that programs print on one line, without a traceback.
 
-They are about the user's values, files, directories and hosts, or say that a machine failed. Every
-other exception is a bug and is shown with its traceback.
+A `UserError` is about the user's values, files, directories or hosts, and the user can fix it. A
+`TransientError` says that the machine or the network failed. Every other exception is a bug and is
+shown with its traceback.
 """
 
 import re
@@ -20,7 +21,7 @@ class StorageError(UserError, OSError):
     """A path that cannot be read or written, such as on a full disk or in a read-only directory."""
 
 
-class PassingError(Exception):
+class TransientError(Exception):
     """The machine or the network failed. The same command may succeed later."""
 
 

@@ -303,10 +303,10 @@ def _require_size(path: Path | str, size: int, limit: int) -> None:
 
 
 def read_range(descriptor: int, length: int, offset: int) -> bytes:
-    """Reads a part of an open file from any thread. Returns fewer bytes only at its end."""
+    """Reads a part of an open file from any thread. Returns fewer bytes only if the file ends."""
     blocks = [os.pread(descriptor, length, offset)]
     read = len(blocks[0])
-    while read < length and blocks[-1]:  # network file systems may return fewer bytes than asked
+    while read < length and blocks[-1]:  # network file systems may return fewer bytes
         blocks.append(os.pread(descriptor, length - read, offset + read))
         read += len(blocks[-1])
     return b''.join(blocks)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import jax
 
 import vit_jax
-from vit_jax.base.errors import PassingError, UserError, is_out_of_memory
+from vit_jax.base.errors import TransientError, UserError, is_out_of_memory
 from vit_jax.base.records import Record
 from vit_jax.base.storage import is_remote
 from vit_jax.checkpoints.remote import cache_folder
@@ -132,7 +132,7 @@ def _describe(error: BaseException) -> str | None:
         return 'interrupted'
     if is_out_of_memory(error):
         return f'{str(error).splitlines()[0]}; {_LESS_MEMORY}'
-    if isinstance(error, UserError | PassingError | NotFiniteError):
+    if isinstance(error, UserError | TransientError | NotFiniteError):
         return str(error)
     if (described := config_files.describe_error_of_user(error)) is not None:
         return described

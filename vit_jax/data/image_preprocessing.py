@@ -291,7 +291,7 @@ def decode_and_crop(
     return _resize(decode_region(stored, choose, **options), size, 'bilinear')
 
 
-_MOST_PIXELS = 2**22  # that a call decodes, except for its first region
+_MOST_PIXELS = 2**22  # of the regions of a call, besides the first one
 
 
 def crop_jpegs(
@@ -335,7 +335,7 @@ def crop_jpegs(
     regions[:, 5] = to_end
     pixels = np.prod(regions[:, 2:4], axis=1, dtype=np.int64)  # 0: the decoder cannot read the file
     calls = np.cumsum(pixels) // _MOST_PIXELS
-    for call in range(calls[-1] + 1):
+    for call in np.unique(calls[pixels > 0]):
         rows = np.flatnonzero((calls == call) & (pixels > 0)).tolist()
         images = tuple(np.empty((*regions[row, 2:4], 3), np.uint8) for row in rows)
         chosen = tuple(files[row] for row in rows)

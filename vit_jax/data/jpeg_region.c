@@ -175,6 +175,16 @@ static Region draw_region(const Crop *crop, uint64_t key, int height, int width)
   return (Region){.rows = height, .columns = width};
 }
 
+/* Returns whether scans of a progressive file are missing. libjpeg then smooths between blocks, which
+   depends on its version. */
+static int lacks_scans(const struct jpeg_decompress_struct *info) {
+  if (info->coef_bits == NULL) return 0;
+  for (int component = 0; component < info->num_components; component++)
+    for (int i = 0; i < DCTSIZE2; i++)
+      if (info->coef_bits[component][i] != 0) return 1;
+  return 0;
+}
+
 static int ceil_divide(int pixels, int reduction) { return (pixels + reduction - 1) / reduction; }
 
 /* Converts a region of an upright image to the stored, reduced image. */
@@ -228,6 +238,7 @@ static int decode(const Py_buffer *stored, Region region, JSAMPROW pixels,
   info.scale_num = 1;
   info.scale_denom = region.reduction;
   jpeg_start_decompress(&info);
+  if (lacks_scans(&info)) leave((j_common_ptr)&info);
   JDIMENSION top = region.top, left = region.left, right = region.left + region.columns;
   JDIMENSION height = info.output_height, width = info.output_width;
   if (top + region.rows > height || right > width) leave((j_common_ptr)&info);

@@ -29,8 +29,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vit_jax.base import (
     Batch,
     Int,
-    PassingError,
     Record,
+    TransientError,
     UInt8,
     UInt64,
     UserError,
@@ -54,11 +54,13 @@ from vit_jax.distributed.meshes import MeshConfig, batch_sharding, local_rows, m
 OnUnreadable = Literal['error', 'skip']
 _SKIP_HINT = '--config.loader.on_unreadable=skip skips unreadable images'
 _MOST_ROWS = 16  # rows that a thread reads at a time: one call into C serves them all
-_MOST_BYTES = 2**23  # of the stored images that it reads before it decodes them
-# Errors of the machine or the network, after which the same image may be read another time.
-_PASSING = {
-    *(errno.EAGAIN, errno.ECONNRESET, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-    *(errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT),
+_MOST_BYTES = 2**23  # a thread decodes its images once it holds this many encoded bytes
+_MOST_AHEAD = 8  # batches that are loaded ahead
+# Errors of the machine or the network, not of an image.
+_TRANSIENT = {
+    *(errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT),
+    *(errno.ECONNABORTED, errno.ECONNRESET, errno.ENOTCONN),
+    *(errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
 }
 _PAUSES = 0.1, 1.0, 10.0  # seconds before an image is read again
 
@@ -88,7 +90,7 @@ class ImageReader:
 
         Raises:
           UserError: If an image is unreadable; it is masked instead if on_unreadable is 'skip'.
-          PassingError: If an image cannot be read because the machine or the network fails.
+          TransientError: If an image cannot be read because the machine or the network fails.
         """
         count = len(examples.index)
         batch = _describe_examples(examples)
@@ -126,22 +128,23 @@ class ImageReader:
         )
 
     def _read(self, index: int) -> tuple[EncodedImage, Label]:
-        """Reads an image; tries again if the machine fails, which says nothing about the image."""
-        for pause in _PAUSES:
+        """Reads an image. Retries after errors of the machine or the network, and after EIO."""
+        for pause in *_PAUSES, None:
             try:
                 return self.source.read(index)
             except OSError as error:
-                if error.errno not in _PASSING:
-                    raise
+                is_transient = error.errno in _TRANSIENT
+                if not is_transient and (error.errno != errno.EIO or pause is None):
+                    raise  # the image is unreadable
                 text = self._describe(index, error)
-                logging.warning('%s; trying again in %g s', text, pause)
+                if pause is None:
+                    raise TransientError(
+                        f'{text}; read {len(_PAUSES) + 1} times without success; check the disk '
+                        'or the network, and run the same command again'
+                    ) from error
+            logging.warning('%s; reading it again in %g s', text, pause)
             time.sleep(pause)
-        try:
-            return self.source.read(index)
-        except OSError as error:
-            if error.errno not in _PASSING:
-                raise
-            raise PassingError(self._describe(index, error)) from error
+        raise AssertionError
 
     def _read_rows(
         self,
@@ -152,31 +155,28 @@ class ImageReader:
     ) -> None:
         """Reads, decodes and crops these rows of a batch, JPEGs together if that is possible."""
         images: dict[int, EncodedImage] = {}
-        num_bytes = 0
         errors: dict[int, Exception] = {}
-        try:
-            for row in rows:
-                index = int(examples.index[row])
-                if index == PADDING:
-                    continue
-                try:
-                    images[row], label = self._read(index)
-                except (ValueError, OSError) as error:
-                    errors[row] = error
-                    continue
-                check_label(label, self.source.data)
-                batch['labels'][row] = label
-                image = images[row]
-                num_bytes += len(image) if isinstance(image, bytes) else image.nbytes
-                if num_bytes > _MOST_BYTES:
-                    self._crop_rows(images, examples, keys, batch, errors)
-                    images.clear()
-                    num_bytes = 0
-            self._crop_rows(images, examples, keys, batch, errors)
-            for row in sorted(errors):
-                self._mask(row, int(examples.index[row]), errors[row], batch)
-        finally:
-            errors.clear()  # its tracebacks refer to this frame, and so to the batch
+        num_bytes = 0
+        for row in rows:
+            index = int(examples.index[row])
+            if index == PADDING:
+                continue
+            try:
+                image, label = self._read(index)
+            except (ValueError, OSError) as error:
+                errors[row] = _without_frames(error)
+                continue
+            check_label(label, self.source.data)
+            batch['labels'][row] = label
+            images[row] = image
+            num_bytes += len(image) if isinstance(image, bytes) else image.nbytes
+            if num_bytes > _MOST_BYTES:
+                self._crop_rows(images, examples, keys, batch, errors)
+                images.clear()
+                num_bytes = 0
+        self._crop_rows(images, examples, keys, batch, errors)
+        for row in sorted(errors):
+            self._mask(row, int(examples.index[row]), errors[row], batch)
 
     def _crop_rows(
         self,
@@ -192,7 +192,7 @@ class ImageReader:
             try:
                 image = self._crop(images[row], None if keys is None else keys[row])
             except (ValueError, OSError) as error:
-                errors[row] = error
+                errors[row] = _without_frames(error)
             else:
                 batch['images'][row] = image
 
@@ -235,6 +235,15 @@ class ImageReader:
         batch['labels'][row] = 0
         if self.on_skipped is not None:
             self.on_skipped(text)
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Removes the tracebacks of an error and of its causes, whose frames hold images in memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
 
 
 def make_reader(
@@ -319,6 +328,11 @@ class LoaderConfig(Record):
         require_between(self, 'threads', 'repeats', low=1)
         require_between(self, 'balance', low=0, high=1)
 
+    @property
+    def num_threads(self) -> int:
+        """The number of decoding threads."""
+        return self.threads or count_cores()
+
     def check_batch_size(self, batch_size: int, *, mixes: bool) -> None:
         """Raises UserError unless a batch has room for `repeats` copies of each image.
 
@@ -344,20 +358,29 @@ class LoaderConfig(Record):
             )
 
 
-def check_memory(batch_size: int, size: Size, name: str, accumulation_steps: int = 1) -> None:
-    """Raises UserError if the batches of this host need more than the machine's memory.
+def check_memory(
+    batch_size: int,
+    size: Size,
+    name: str,
+    *,
+    accumulation_steps: int = 1,
+    threads: int | None = None,
+) -> None:
+    """Raises UserError if the batches of this process need more than the machine's memory.
 
-    On a CPU, jax also holds the images as float32.
+    These are the batch in use and those that are loaded ahead. On a CPU, jax also holds the images
+    as float32.
 
     Args:
       batch_size: Images per batch of all processes.
       size: The (height, width) of the images.
       name: The flag or field of the batch size, for the message.
       accumulation_steps: Number of parts of a batch for gradient accumulation.
+      threads: Decoding threads; None: one per CPU core.
     """
     rows = -(-batch_size // jax.process_count())
     height, width = size
-    ahead = _batches_ahead(rows, count_cores())
+    ahead = _batches_ahead(rows, threads or count_cores())
     copies = 1 + ahead + (4 / accumulation_steps if jax.default_backend() == 'cpu' else 0)
     needed = copies * rows * height * width * 3
     memory = psutil.virtual_memory().total
@@ -425,7 +448,7 @@ def make_loader(
     cv2.setNumThreads(1)  # the pool's threads suffice, because OpenCV releases the GIL
     config = config or LoaderConfig()
     sharding = sharding or batch_sharding(make_mesh(MeshConfig()))
-    threads = config.threads or count_cores()
+    threads = config.num_threads
     pool = futures.ThreadPoolExecutor(threads)
     bytes_per_example = 3 * math.prod(reader.size) + 4 * math.prod(reader.source.label_shape)
     fits = len(reader.source) * bytes_per_example / 2**20 <= config.device_mb
@@ -464,7 +487,7 @@ def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[Ima
 def _keep_on_device(
     reader: ImageReader, pool: futures.Executor, sharding: NamedSharding, config: LoaderConfig
 ) -> Loader:
-    """Reads all images once; then `load` lists the examples of a batch, `gather` gets them."""
+    """Reads all images once. `load` then returns indices, and `gather` looks the images up."""
     examples = reader.examples(Examples.of(np.arange(len(reader.source))), pool)
     stored = put(examples, dict.fromkeys(examples, NamedSharding(sharding.mesh, PartitionSpec())))
     gather = functools.partial(_gather, sharding, stored)
@@ -480,13 +503,13 @@ def _gather(sharding: NamedSharding, stored: Batch, refs: Batch) -> Batch:
 
 
 def _batches_ahead(rows: int, threads: int) -> int:
-    """Returns how many batches are loaded ahead: two rounds of work for all threads, at most 8."""
-    return min(8, max(2, -(-2 * _MOST_ROWS * threads // max(1, rows))))
+    """Returns how many batches are loaded ahead: as many as keep all threads busy twice."""
+    return min(_MOST_AHEAD, max(2, -(-2 * _MOST_ROWS * threads // max(1, rows))))
 
 
 def _rows_at_once(rows: int, threads: int) -> int:
-    """Returns how many rows of a batch a thread reads: fewer if even 8 batches have few rows."""
-    return min(_MOST_ROWS, max(1, 8 * rows // (2 * threads)))
+    """Returns how many rows of a batch a thread reads: fewer if all batches have few rows."""
+    return min(_MOST_ROWS, max(1, _MOST_AHEAD * rows // (2 * threads)))
 
 
 def host_batches(
@@ -505,14 +528,14 @@ def host_batches(
         position n * batch_size + r.
       steps: The steps of the batches.
       batch_size: Rows of the global batch.
-      rows: The rows of the global batch to load; None: those of this process.
+      rows: The rows of the global batch to load; None: the rows of this process.
     """
     rows = local_rows(loader.sharding, batch_size) if rows is None else rows
 
     def load(step: int) -> Batch:
         return loader.load(sampler(step * batch_size + rows))
 
-    ahead = _batches_ahead(len(rows), loader.config.threads or count_cores())
+    ahead = _batches_ahead(len(rows), loader.config.num_threads)
     pool = futures.ThreadPoolExecutor(ahead)
     pending = collections.deque(pool.submit(load, step) for step in steps[:ahead])
     later = iter(steps[ahead:])
@@ -530,7 +553,7 @@ def host_batches(
 def to_devices(loader: Loader, local: Batch, batch_size: int) -> Batch:
     """Moves the rows of this process to the devices, as a part of the global batch.
 
-    May wait for the step that runs, because devices work in order.
+    May block until the running step has finished.
     """
     shapes = {name: (batch_size, *x.shape[1:]) for name, x in local.items()}
     moved = jax.make_array_from_process_local_data(loader.sharding, local, shapes)

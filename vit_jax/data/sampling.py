@@ -165,7 +165,7 @@ def balance_classes(labels: Int[np.ndarray, 'n'], *, balance: float, seed: int) 
     by_class = np.argsort(labels, kind='stable')
     first = np.concatenate([[0], np.cumsum(counts)[:-1]])  # of each class, in `by_class`
     shares = np.cumsum(counts ** (1.0 - balance))
-    # Rounded, because processors differ in the last bit of powers.
+    # Rounded, because the last bit of a power depends on the processor.
     shares = np.concatenate([[0], np.rint(shares / shares[-1] * 2**40) / 2**40])
     order = shuffle(len(labels), seed=seed)
 

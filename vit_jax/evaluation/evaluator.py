@@ -42,6 +42,7 @@ _FEW = 32  # lower bound of batch sizes, so that small data sets share compiled 
 # as long as evaluating it.
 _EVALUATIONS = 10
 _EVALUATED_SHARE = 0.2
+_MOST_TRIED_CLASSES = 4096
 
 
 def batches_on_all_devices(reader: ImageReader, batch_size: int) -> BatchSource:
@@ -89,14 +90,17 @@ class Evaluator:
     def compile(self, params: Params, reader: ImageReader) -> 'Evaluator':
         """Returns the evaluator compiled for abstract parameters and the batches of a reader."""
         batch = self.batches.abstract(reader)
-        self._try_metrics(params, batch)
         step = self.step.lower(params, batch, *self.arguments).compile()
         return dataclasses.replace(self, step=step)
 
-    def _try_metrics(self, params: Params, batch: Batch) -> None:
-        """Calls functions of the user with random outputs, so that they fail before training."""
+    def try_metrics(self, params: Params, reader: ImageReader) -> None:
+        """Calls the user's metric functions with random outputs, so that they fail before training.
+
+        With very many classes, the outputs would need much memory, and are not tried.
+        """
         own = [metric for metric in self.metrics if metric.name not in SET_METRICS]
-        if own:
+        if own and len(reader.source.class_names) <= _MOST_TRIED_CLASSES:
+            batch = self.batches.abstract(reader)
             shapes = jax.eval_shape(self.step, params, batch, *self.arguments).outputs
             outputs = random_outputs(shapes)
             for metric in own:
@@ -166,7 +170,7 @@ class Evaluator:
             metrics |= {metric.name: metric.measure(outputs) for metric in self.metrics}
         except UserError as error:
             source = reader.source
-            raise UserError(f'{source.data}, {source.split}: {error}') from error
+            raise UserError(f'{source.data} {source.split}: {error}') from error
         return Evaluation(metrics=metrics, outputs=outputs, readable=readable)
 
 
@@ -258,10 +262,7 @@ class Selection:
         """
         is_better = self.step is None or self.metric.is_better(value, self.value)
         if not math.isfinite(value):
-            logging.warning(
-                '%s/%s is %s at step %d, which cannot be the best',
-                *(self.evaluation, self.metric.name, value, step),
-            )
+            logging.warning('step %d: %s is %s; it cannot be selected', step, self.name, value)
         if math.isfinite(value) and is_better:
             self.step = step
             self.value = value
@@ -269,6 +270,11 @@ class Selection:
         elif step not in (self.step, *self.later_steps):
             self.later_steps.append(step)
         return step == self.step
+
+    @property
+    def name(self) -> str:
+        """The name of the value, EVALUATION/METRIC."""
+        return f'{self.evaluation}/{self.metric.name}'
 
     @property
     def is_exhausted(self) -> bool:
@@ -288,14 +294,20 @@ class Selection:
             'later_steps': self.later_steps,
         }
 
-    def resume(self, saved: dict[str, Any]) -> None:
-        """Continues a selection of `to_dict`, unless it is by another metric or on other data."""
+    def resume(self, saved: dict[str, Any]) -> bool:
+        """Continues a selection of `to_dict`, unless it is by another metric or on other data.
+
+        Returns whether it is continued.
+        """
         own = self.to_dict()
         results = 'step', 'value', 'later_steps'
-        if all(saved.get(name) == own[name] for name in own if name not in results):
-            self.step = saved['step']
-            self.value = saved['value']
-            self.later_steps = saved['later_steps']
+        is_same = all(saved.get(name, own[name]) == own[name] for name in own.keys() - results)
+        if not saved or not is_same:
+            return False
+        self.step = saved['step']
+        self.value = saved['value']
+        self.later_steps = saved['later_steps']
+        return True
 
     def __str__(self) -> str:
         best = self.metric.describe(self.value)

@@ -132,7 +132,7 @@ class Experiment(NamedTuple):
         )
         report = [*result.report]
         if TASK_PARAMS in fresh:
-            report.append('parameters of the objective, such as a decoder: initialized')
+            report.append('parameters of the objective: initialized')
         return result._replace(params=fresh | result.params, report=report)
 
 
@@ -173,8 +173,15 @@ def build_experiment(
         config, model_config, mesh, task=task, planned=planned, dtype=dtype, frozen=frozen_model
     )
     if not planned:
-        check_memory(config.batch_size, size, 'config.batch_size', config.accumulation_steps)
-        check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size')
+        threads = config.loader.threads
+        check_memory(
+            config.batch_size,
+            size,
+            'config.batch_size',
+            accumulation_steps=config.accumulation_steps,
+            threads=threads,
+        )
+        check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size', threads=threads)
     frozen = None
     if frozen_model is not None:
         frozen = frozen_model.place_frozen(compute, mesh, config.mesh, abstract=planned)

@@ -132,13 +132,14 @@ def train(
             experiment, programs.state, checkpoints, job, console, workdir.changes
         )
         steps = range(int(state.step), experiment.length.total_steps)
-        if opened.selection and 'selection' in progress:
-            opened.selection.resume(progress['selection'])
+        selects_anew = opened.selection is not None and not opened.selection.resume(
+            progress.get('selection', {})
+        )
         reporter = Reporter(
             experiment, workdir.folder, steps=steps, progress=progress, clock=clock, job=job
         )
         stack.enter_context(contextlib.closing(reporter))
-        run = TrainingRun(opened, job, programs, checkpoints, reporter)
+        run = TrainingRun(opened, job, programs, checkpoints, reporter, selects_anew=selects_anew)
         return run.train(state, steps, profile if job.index == 0 else range(0))
 
 
@@ -185,6 +186,10 @@ def open_run(
     dtype = job.broadcast_text('dtype', lambda: workdirs.read_dtype(path))
     experiment = build_experiment(config, dtype=dtype)
     selection = make_selection(experiment)
+    if experiment.config.metrics:
+        state = jax.eval_shape(experiment.functions.init, experiment.values)
+        for name, evaluator in experiment.evaluators.items():
+            evaluator.try_metrics(state.eval_params, experiment.eval_readers[name])
     job.require_equal('the resolved experiment', experiment.resolved_choices)
     values = experiment.export_config()
     sources = data_manifest.name_sources(
@@ -428,6 +433,7 @@ class TrainingRun:
     programs: Programs
     checkpoints: Checkpoints
     reporter: Reporter
+    selects_anew: bool  # whether evaluations of earlier starts are not compared with later ones
     evals: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
     fewshot: dict[str, Any] | None = None
     # The metrics of evaluations that an earlier start completed at the first step, by name.
@@ -437,10 +443,14 @@ class TrainingRun:
         """Trains, evaluates and saves in `steps`; profiles the steps in `profile`."""
         experiment = self.opened.experiment
         workdir = self.opened.workdir
-        changes = {'changes': workdir.changes} if workdir.changes else {}
+        more: dict[str, Any] = {'changes': workdir.changes} if workdir.changes else {}
         for change in workdir.changes:
             self.reporter.console.print(f'changed from step {steps.start}: config.{change}')
-        self.reporter.record_event('training', steps.start, **changes)
+        if self.selects_anew:
+            more['selects_anew'] = True
+        if self.selects_anew and steps.start > 0:
+            self.reporter.console.print(f'keep_best starts anew at step {steps.start}')
+        self.reporter.record_event('training', steps.start, **more)
         if self.job.index == 0:  # accepted changes of the configuration are now known to work
             workdir.check_held()
             write_config(workdir.folder / workdirs.CONFIG, experiment.export_config())
@@ -546,6 +556,8 @@ class TrainingRun:
             return steps.stop
         recorded = self.job.broadcast_text('recorded', lambda: json.dumps(self._find_recorded()))
         self.recorded = json.loads(recorded)
+        if self.selects_anew and self.opened.selection is not None:
+            self.recorded.pop(self.opened.selection.evaluation, None)  # of other images
         end = loop.run_actions(self._actions(), state, steps.start, steps.stop)
         self.recorded = {}
         return end

@@ -25,6 +25,7 @@ class History(NamedTuple):
     step: int  # the later of the last event's step and the last step in metrics.jsonl
     event: str  # last one in events.jsonl, such as `saving` or `complete`; '' without the file
     changes: list[tuple[int, str]]  # accepted changes of the configuration, and their steps
+    first_selecting: int  # number of the start from which `keep_best` compares evaluations
 
     @property
     def own_metrics(self) -> list[Metric]:
@@ -74,6 +75,7 @@ def read_history(folder: Path, name: str) -> History:
         step=max(line_steps + event_steps[-1:], default=0),
         event=events[-1]['event'] if events else '',
         changes=changes,
+        first_selecting=max((e['run'] for e in events if e.get('selects_anew')), default=0),
     )
 
 

@@ -93,18 +93,15 @@ def _check_measures(grid: Grid, run: PlannedRun) -> None:
     measures = [*grid.measures]
     if grid.best:
         measures.append(grid.best)
+    known = {*METRICS, *(metric.name for metric in resolve_metrics(run.config.metrics))}
     for measure in measures:
-        is_known = measure == COMPUTE or measure.partition('/')[0] in kinds
-        expected = ', '.join(f'{kind}/...' for kind in kinds)
-        require(is_known, f'grids.{run.grid}: measure {measure!r}: expected {expected}, compute')
+        where = f'grids.{run.grid}: measure {measure!r}'
         kind, _, name = measure.partition('/')
+        expected = ', '.join(f'{kind}/...' for kind in kinds)
+        require(measure == COMPUTE or kind in kinds, f'{where}: expected {expected}, compute')
         if kind in run.config.evaluations:
-            known = {*METRICS, *(metric.name for metric in resolve_metrics(run.config.metrics))}
-            require(
-                name in known,
-                f'grids.{run.grid}: measure {measure!r}: no metric {name!r}; '
-                f'{records.closest(name, sorted(known))}',
-            )
+            nearest = records.closest(name, known)
+            require(name in known, f'{where}: no metric {name!r}; {nearest}')
 
 
 def describe_programs(runs: Sequence[PlannedRun]) -> str:
@@ -205,13 +202,14 @@ def _find_checkpoint(workdir: Path, best: str | None) -> Path:
 def find_best_step(run: history.History, best: str) -> int | None:
     """Returns the step with the best value of KIND/NAME; None if no step has a value.
 
-    Values before a change of the selection or of the evaluations do not count, as in the run.
+    Does not compare values that the selection of the run does not compare.
     """
-    changed = 'keep_best', 'evals', 'eval_split', 'metrics', 'data'
-    first = max((step for step, change in run.changes if change.startswith(changed)), default=0)
-    numbers = run.numbers.get(best, {})
+    kind, _, name = best.partition('/')
     by_step = {
-        step: value for step, value in numbers.items() if step >= first and math.isfinite(value)
+        line['step']: line[name]
+        for line in run.lines
+        if line['kind'] == kind and line.get('run', 0) >= run.first_selecting
+        if isinstance(line.get(name), int | float) and math.isfinite(line[name])
     }
     choose = min if find_metric(best, run.own_metrics).lower_is_better else max
     return choose(by_step, key=by_step.__getitem__, default=None)

@@ -115,12 +115,14 @@ def compute_outputs(
 
 
 def random_outputs(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-    """Returns outputs of these shapes, as of random examples of all classes in turn."""
-    count = next(iter(shapes.values())).shape[0]
+    """Returns random outputs of two examples of each class, with the shapes of a batch's outputs.
+
+    Labels cycle through the classes.
+    """
     num_classes = next((shape.shape[1] for shape in shapes.values() if shape.ndim == 2), 2)
     is_multi_label = any(shape.ndim == 2 for name, shape in shapes.items() if name != 'logits')
-    logits = np.random.default_rng(0).normal(size=(count, num_classes)).astype(np.float32)
-    classes = np.arange(count) % num_classes
+    classes = np.arange(2 * num_classes) % num_classes
+    logits = np.random.default_rng(0).normal(size=(len(classes), num_classes)).astype(np.float32)
     labels = np.eye(num_classes, dtype=np.int32)[classes] if is_multi_label else classes
     predicted = logits > 0 if is_multi_label else logits.argmax(axis=-1)
     outputs = {'logits': logits, 'labels': labels, 'predicted': predicted}
@@ -211,17 +213,14 @@ def _score_classes(
     is_member = labels[:, None] == np.arange(logits.shape[1])
     if logits.shape[1] == 1:
         return logits, is_member
-    rows = np.arange(len(logits))
-    logits = logits.astype(np.float64)
-    best = logits.argmax(axis=1)
-    others = logits.copy()
-    others[rows, best] = -np.inf
-    # The logarithm of the summed exponentials of all other classes. Of the best class this would be
-    # a difference of nearly equal numbers.
-    total = scipy.special.logsumexp(logits, axis=1)[:, None]
-    rest = total + np.log1p(-np.minimum(np.exp(logits - total), 0.5))
-    rest[rows, best] = scipy.special.logsumexp(others, axis=1)
-    return (logits - rest).astype(np.float32), is_member  # rounded, so that equal scores are equal
+    scores = logits.astype(np.float64)
+    scores -= scores.max(axis=1, keepdims=True)
+    best = np.arange(len(scores)), scores.argmax(axis=1)
+    scores[best] = -np.inf
+    powers = np.exp(scores)  # of the best class: 0 here, and 1 in the sum of the other classes
+    odds = scores - np.log1p(powers.sum(axis=1, keepdims=True) - powers)
+    odds[best] = -scipy.special.logsumexp(scores, axis=1)
+    return odds.astype(np.float32), is_member  # float32, because equal odds are rounded differently
 
 
 _LOSSES = [

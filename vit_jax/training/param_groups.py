@@ -86,15 +86,15 @@ def make_param_groups(config: ParamGroupsConfig, params: Any) -> ParamGroups:
       UserError: If a pattern matches no parameter, or the model does not support an option.
     """
     has_head = any(re.fullmatch(_HEAD, name) for name in tree_names.named_leaves(params))
-    for field, is_set in {
-        'trained_blocks': config.trained_blocks == 0,
-        'head_weight_decay': config.head_weight_decay is not None,
-    }.items():
-        value = getattr(config, field)
-        records.require(
-            has_head or not is_set,
-            f'config.optimizer.{field}={value}: the model has no head; leave it out',
-        )
+    without_head = 'the model has no head; leave it out'
+    records.require(
+        has_head or config.trained_blocks != 0,
+        f'config.optimizer.trained_blocks=0: {without_head}',
+    )
+    records.require(
+        has_head or config.head_weight_decay is None,
+        f'config.optimizer.head_weight_decay={config.head_weight_decay}: {without_head}',
+    )
     report: list[str] = []
     factors = tree_names.map_named(lambda name, _: np.float32(1), params)
 

@@ -302,6 +302,12 @@ def _require_size(path: Path | str, size: int, limit: int) -> None:
         raise OSError(errno.EFBIG, text, os.fspath(path))
 
 
+def cache_folder() -> pathlib.Path:
+    """Returns the folder of downloads, indexes and programs: VIT_JAX_CACHE or ~/.cache/vit_jax."""
+    users = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+    return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or f'{users}/vit_jax').expanduser()
+
+
 def read_range(descriptor: int, length: int, offset: int) -> bytes:
     """Reads a part of an open file from any thread. Returns fewer bytes only if the file ends."""
     blocks = [os.pread(descriptor, length, offset)]

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from vit_jax.base import MissingFile, StorageError, UserError, atomic_write, records, require
 from vit_jax.base.errors import format_error, redact_url
-from vit_jax.base.files import open_file
+from vit_jax.base.files import cache_folder, open_file
 from vit_jax.checkpoints.formats.array_files import (
     DESCRIPTIONS,
     ENDINGS,
@@ -330,9 +330,3 @@ def _public_url(address: str) -> str:
         return address
     server = os.environ.get('STORAGE_EMULATOR_HOST') or 'https://storage.googleapis.com'
     return f'{server.rstrip("/")}/{address.removeprefix("gs://")}'
-
-
-def cache_folder() -> pathlib.Path:
-    """Returns the folder of all downloads except the Hub's: VIT_JAX_CACHE or ~/.cache/vit_jax."""
-    users = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
-    return pathlib.Path(os.environ.get('VIT_JAX_CACHE') or f'{users}/vit_jax').expanduser()

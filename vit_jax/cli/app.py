@@ -21,9 +21,9 @@ import jax
 
 import vit_jax
 from vit_jax.base.errors import TransientError, UserError, is_out_of_memory
+from vit_jax.base.files import cache_folder
 from vit_jax.base.records import Record
 from vit_jax.base.storage import is_remote
-from vit_jax.checkpoints.remote import cache_folder
 from vit_jax.cli import config_files, config_flags, config_help, output
 from vit_jax.config import TrainConfig
 from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT

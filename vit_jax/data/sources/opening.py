@@ -32,7 +32,7 @@ from vit_jax.data.sources.base import (
 )
 
 # The first kind that recognizes the data opens it. `folders` is last: it accepts any folder.
-_NAMES = 'arrays', 'tfds', 'vtab', 'tables', 'imagenet', 'folders'
+_NAMES = 'arrays', 'tfds', 'vtab', 'tables', 'imagenet', 'shards', 'folders'
 KINDS: tuple[SourceKind, ...] = tuple(
     importlib.import_module(f'vit_jax.data.sources.{name}').KIND for name in _NAMES
 )

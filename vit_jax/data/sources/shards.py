@@ -87,16 +87,16 @@ def _find_shards(root: str) -> dict[str, list[str]]:
     if not os.path.isdir(root):
         return {}
     shards: dict[str, list[str]] = {}
-    for entry in sorted(os.scandir(root), key=lambda entry: entry.name):
+    for entry in os.scandir(root):
         if entry.is_dir():
-            inside = sorted(name for name in os.listdir(entry.path) if _SHARD.search(name))
+            inside = [name for name in os.listdir(entry.path) if _SHARD.search(name)]
             if not inside and not entry.name.startswith(('.', '_')):
                 return {}  # class folders, perhaps with a tar file next to them
             if inside:
                 shards[entry.name] = [os.path.join(entry.path, name) for name in inside]
         elif _SHARD.search(entry.name):
             shards.setdefault(_split_of(entry.name), []).append(entry.path)
-    return shards
+    return {split: sorted(shards[split]) for split in sorted(shards)}
 
 
 def _split_of(path: str) -> str:

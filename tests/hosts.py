@@ -28,7 +28,7 @@ from vit_jax.experiment import workdirs
 from vit_jax.experiment.reporter import read_events
 
 ROOT = pathlib.Path(__file__).parent.parent
-KILL_AFTER = 300  # seconds: a test that waits longer fails, so that it cannot hang
+KILL_AFTER = 800  # seconds: far more than needed, but less than the limit of a test
 POLL = 0.02  # seconds between two looks, which cost less than a millisecond
 PR_SET_PDEATHSIG = 1  # of Linux
 _BEFORE = {'starting': 'data    ', 'compiling': 'compile for'}  # said before there is an event log

@@ -461,3 +461,16 @@ def test_an_inception_crop_of_any_image_has_its_size_and_its_area(shape):
 def test_a_value_that_makes_no_sense_is_named(record, values):
     with pytest.raises(UserError, match=f'{record}.{[*values][0]}'):
         getattr(image_preprocessing, record)(**values)
+
+
+@pytest.mark.parametrize('before', [b'', b'\xff\xda and \xff\xd9 of a small picture', b'\xff' * 5])
+def test_an_orientation_is_found_behind_other_segments(before):
+    """Such as the thumbnail of Photoshop, which is a JPEG in a segment."""
+    stored = cv2.imencode('.jpg', np.zeros((4, 6, 3), np.uint8))[1].tobytes()
+    xmp = b'http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation="6"/>'
+    segments = b''
+    for marker, content in (b'\xff\xed', before), (b'\xff\xe1', xmp):
+        segments += marker + (len(content) + 2).to_bytes(2, 'big') + content
+    turned = stored[:2] + segments + b'\xff\xff' + stored[2:]
+    assert image_decoding.read_orientation(turned) == 6
+    assert image_decoding.read_orientation(stored + xmp) == 1

@@ -230,13 +230,26 @@ def read_orientation(image: 'bytes | PillowImage') -> int:
     with contextlib.suppress(Exception):  # Pillow raises many exception types
         if not isinstance(image, bytes):
             return _find_in_pillow(image)
-        if image.startswith(_TIFF_STARTS) or any(mark in image for mark in _MARKS):
+        searched = image[: _find_scan(image)] if is_jpeg(image) else image
+        if image.startswith(_TIFF_STARTS) or any(mark in searched for mark in _MARKS):
             if image.startswith(_PNG_START):
                 return _find_in_png(image)
             if is_jpeg(image):  # also with a damaged list of further images, which Pillow rejects
                 return _find_in_pillow(_pillow().OPEN['JPEG'][0](io.BytesIO(image), ''))
             return _find_in_pillow(open_with_pillow(image))
     return 1
+
+
+def _find_scan(jpeg: bytes) -> int:
+    """Returns where the first scan begins, after all metadata; the end if segments are damaged."""
+    position = 2
+    while jpeg[position : position + 1] == b'\xff':
+        marker = jpeg[position + 1 : position + 2]
+        if marker == b'\xda':
+            return position
+        length = int.from_bytes(jpeg[position + 2 : position + 4], 'big')
+        position += 1 if marker == b'\xff' else 2 + length  # a segment may begin with many 0xff
+    return len(jpeg)
 
 
 def _find_in_pillow(image: 'PillowImage') -> int:

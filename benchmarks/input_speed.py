@@ -140,8 +140,8 @@ def make_reading_step(reader: ImageReader, threads: int, batch_size: int) -> Cal
 def tf_data(paths: list[pathlib.Path], size: tuple[int, int], batch_size: int) -> Iterator[int]:
     """Yields the sizes of batches from tf.data: TFRecord, shuffle, decode and crop, resize, batch.
 
-    The options are those of big_vision. TensorFlow decodes with libjpeg's faster, less exact method
-    by default, and ignores the orientation in EXIF.
+    Uses big_vision's options. By default, TensorFlow decodes with libjpeg's faster, less exact
+    method. It ignores the orientation in EXIF.
     """
     import tensorflow as tf
 

@@ -108,7 +108,8 @@ def _list_results(run: History) -> list[str]:
     shown = rf'train/(loss|images_per_second)|(?!(train|skipped)/)[^/]+/(?!({others})$).*'
     names = [name for name in run.numbers if re.fullmatch(shown, name)]
     kinds = {name.partition('/')[0] for name in names if not name.endswith('/loss')} - {'train'}
-    return [name for name in names if name not in {f'{kind}/loss' for kind in kinds}]
+    minor = {f'{kind}/loss' for kind in kinds}
+    return [name for name in names if name not in minor]
 
 
 def _describe_best(run: History) -> str:

@@ -18,6 +18,7 @@ import pathlib
 import re
 import secrets
 import stat
+import tarfile
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -316,6 +317,16 @@ def read_range(descriptor: int, length: int, offset: int) -> bytes:
         blocks.append(os.pread(descriptor, length - read, offset + read))
         read += len(blocks[-1])
     return b''.join(blocks)
+
+
+def require_tar_end(file: IO[bytes], archive: tarfile.TarFile) -> None:
+    """Raises tarfile.ReadError unless an archive that was read ends with an empty block.
+
+    tarfile takes a damaged or missing header for the end of the archive.
+    """
+    file.seek(archive.offset)
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError(f'damaged or cut off at byte {archive.offset:,}')
 
 
 def read_text(path: Path | str, limit: int = Limit.TEXT_BYTES) -> str:

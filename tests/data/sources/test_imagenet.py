@@ -117,3 +117,15 @@ def test_a_damaged_file_of_labels_or_images_is_named(root, kind, damaged):
             for split in 'train', 'val':
                 opening.make_opener()(str(root), split)
         file.write_bytes(whole)
+
+
+@pytest.mark.parametrize('root', ['tars'], indirect=True)
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_an_archive_that_is_cut_off_between_two_files_is_named(root, split):
+    write_kit(root, 'solution')
+    path = root / f'ILSVRC2012_img_{split}.tar'
+    with tarfile.open(path) as archive:
+        *_, last = archive.getmembers()
+    path.write_bytes(path.read_bytes()[: last.offset])
+    with pytest.raises(UserError, match='ILSVRC2012_img_.*cut off at byte'):
+        opening.make_opener()(str(root), split)

@@ -16,7 +16,14 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from vit_jax.base import UserError, require, usable
-from vit_jax.base.files import Limit, open_file, read_file, read_range, require_file
+from vit_jax.base.files import (
+    Limit,
+    open_file,
+    read_file,
+    read_range,
+    require_file,
+    require_tar_end,
+)
 from vit_jax.data.sources.base import Source, SourceKind, Splits, labeled_source, shuffle_once
 from vit_jax.data.sources.folders import image_files, open_folder
 
@@ -76,6 +83,7 @@ def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
             require(is_plain or info.isdir(), f'{info.name}: not a plain file in the archive')
             if is_plain:
                 yield _Member(info.name, info.offset_data, info.size)
+        require_tar_end(file, tar)
 
 
 def _open_train_tar(path: pathlib.Path) -> Source:

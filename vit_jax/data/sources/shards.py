@@ -15,13 +15,14 @@ import pathlib
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vit_jax.base import (
     Int,
     MissingFile,
+    TransientError,
     UserError,
     make_folder,
     plural,
@@ -29,7 +30,14 @@ from vit_jax.base import (
     usable,
     write_bytes,
 )
-from vit_jax.base.files import cache_folder, decode_path, open_file, read_range, read_text
+from vit_jax.base.files import (
+    cache_folder,
+    decode_path,
+    open_file,
+    read_range,
+    read_text,
+    require_tar_end,
+)
 from vit_jax.base.npz import open_npz
 from vit_jax.data import imagenet_classes
 from vit_jax.data.image_decoding import formats_by_extension
@@ -132,8 +140,8 @@ def _open_split(data: str, root: pathlib.Path, paths: Sequence[str]) -> Source:
             f'{data}: {plural(len(missing), "shard")} of {len(paths):,} missing, such as '
             f'{missing[0]}'
         )
-    sizes = [os.stat(path).st_size for path in paths]
-    index = _load_index(data, paths)
+    states = [_state(os.stat(path)) for path in paths]
+    index = _load_index(data, paths, states)
     has_label = index.label >= 0
     if has_label.any() and not has_label.all():
         where = _name(paths, index, int(np.argmin(has_label)))
@@ -143,8 +151,8 @@ def _open_split(data: str, root: pathlib.Path, paths: Sequence[str]) -> Source:
         shard = int(index.shard[number])
         descriptor = os.open(paths[shard], os.O_RDONLY)
         try:
-            is_same = os.fstat(descriptor).st_size == sizes[shard]
-            require(is_same, f'{paths[shard]}: was replaced; start again')
+            if _state(os.fstat(descriptor)) != states[shard]:  # no error of this image alone
+                raise TransientError(f'{paths[shard]}: was replaced; run the same command again')
             image = read_range(descriptor, int(index.length[number]), int(index.offset[number]))
             return image, int(index.label[number])
         finally:
@@ -159,6 +167,11 @@ def _open_split(data: str, root: pathlib.Path, paths: Sequence[str]) -> Source:
         size_of=lambda number: int(index.length[number]),
         labels_in_memory=True,
     )
+
+
+def _state(status: os.stat_result) -> tuple[int, int]:
+    """Returns what differs if a shard was replaced: size and time of change."""
+    return status.st_size, status.st_mtime_ns
 
 
 def _name(paths: Sequence[str], index: _Index, number: int) -> str:
@@ -178,16 +191,14 @@ def _class_names(root: pathlib.Path, labels: Int[np.ndarray, 'n'], data: str) ->
         )
         return tuple(names)
     if count == len(imagenet_classes.ids()):
-        warn_once(f'{data}: 1,000 classes are taken for those of ImageNet; {path} can name others')
+        warn_once(f'{data}: assumes the 1,000 classes of ImageNet; {path} can name others')
         return imagenet_classes.ids()
     return tuple(map(str, range(count)))
 
 
-def _load_index(data: str, paths: Sequence[str]) -> _Index:
+def _load_index(data: str, paths: Sequence[str], states: Sequence[tuple[int, int]]) -> _Index:
     """Reads the index from the cache, or makes it by reading the shards."""
-    states = [os.stat(path) for path in paths]
-    key = json.dumps([_VERSION, [[os.path.realpath(p) for p in paths]]])
-    key += json.dumps([[state.st_size, state.st_mtime_ns] for state in states])
+    key = json.dumps([_VERSION, [*map(os.path.realpath, paths)], states])
     file = cache_folder() / 'shards' / f'{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz'
     if file.is_file():
         with usable(file, 'an index of shards; delete it'):
@@ -207,8 +218,11 @@ def _load_index(data: str, paths: Sequence[str]) -> _Index:
     text = ''.join(f'{name}\0' for name in index.names).encode('utf-8', 'surrogateescape')
     buffer = io.BytesIO()
     np.savez(buffer, **index._asdict() | {'names': np.frombuffer(text, np.uint8)})
-    make_folder(file.parent)
-    write_bytes(file, buffer.getvalue())
+    try:
+        make_folder(file.parent)
+        write_bytes(file, buffer.getvalue())
+    except UserError as error:
+        warn_once(f'{error}; VIT_JAX_CACHE sets another folder for the index of shards')
     return index
 
 
@@ -220,7 +234,7 @@ def _scan(path: str) -> Iterator[_Sample]:
                 sample = _read_sample(path, key, [(kind, info) for _, kind, info in members], tar)
                 if sample is not None:
                     yield sample
-            _require_end(path, file, tar)
+            require_tar_end(file, tar)
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
@@ -253,10 +267,3 @@ def _read_sample(
         )
         label = int(text)
     return _Sample(info.name, info.offset_data, info.size, label)
-
-
-def _require_end(path: str, file: IO[bytes], tar: tarfile.TarFile) -> None:
-    """Raises UserError unless an archive ends with an empty block; tarfile also stops at damage."""
-    file.seek(tar.offset)
-    is_empty = file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
-    require(is_empty, f'{path}: damaged or cut off at byte {tar.offset:,}')

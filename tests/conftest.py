@@ -82,6 +82,7 @@ def pytest_configure(config):
 LONGEST = {
     'tests/experiment/test_training_run.py': False,
     'tests/test_documentation.py': True,
+    'tests/test_deploy.py': True,
     'tests/laws/test_training.py': False,
     'tests/test_benchmarks.py': True,
     'tests/test_gpu_programs.py': True,
@@ -91,6 +92,7 @@ LONGEST = {
     'tests/test_fields.py': False,
     'tests/experiment/test_hosts.py': False,
     'tests/experiment/test_buckets.py': False,
+    'tests/experiment/test_bucket_data.py': True,
     'tests/distributed/test_processes.py': False,
     'tests/experiment/test_stopping.py': False,
 }
@@ -160,5 +162,6 @@ def _bucket():
 def bucket(_bucket):
     """An empty gs://bucket, for this process and those that it starts."""
     _bucket.objects.clear()
-    _bucket.fault = lambda method, path: None
+    _bucket.fault, _bucket.change = lambda method, path: None, lambda name, body: body
+    _bucket.sent.clear()
     return _bucket

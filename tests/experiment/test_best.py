@@ -26,7 +26,7 @@ def experiment(**changes):
     }
     schedule = ScheduleConfig(learning_rate=0.03, warmup=Duration(steps=2))
     values = {'evals': evals, 'keep_best': 'val/accuracy', 'patience': 2, 'eval_split': 'test'}
-    values |= {'total': Duration(steps=60), 'schedule': schedule, 'ema_decay': 0.5}
+    values |= {'total': Duration(steps=60), 'schedule': schedule, 'ema_decay': 0.5, 'seed': 8}
     values |= {'checkpoint_every_steps': 4, 'keep_checkpoints': 1}
     return tiny.experiment(**(values | changes))
 

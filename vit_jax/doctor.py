@@ -3,6 +3,7 @@
 Run it on every host with the flags of vit_jax.train. It connects the processes, compares packages
 and code between hosts, and sums one number per device. With --config it opens the data, traces the
 training step and reads the checkpoint of config.start_from, as training does before it compiles.
+If the images are in a bucket, it measures how fast they are read.
 With --workdir it also checks that the directory is shared, writable and not used by another
 experiment. --workdir=gs://BUCKET/FOLDER without --config checks the permissions that a run needs.
 """
@@ -24,13 +25,25 @@ from vit_jax.checkpoints import digests
 from vit_jax.checkpoints.card import package_versions
 from vit_jax.checkpoints.store import FOLDER
 from vit_jax.cli import app
-from vit_jax.data import image_decoding
+from vit_jax.data import image_decoding, inspection
 from vit_jax.distributed import meshes
 from vit_jax.distributed.processes import Job, join_job
 from vit_jax.experiment import training_run, workdirs
-from vit_jax.experiment.build import build_experiment
+from vit_jax.experiment.build import Experiment, build_experiment
 from vit_jax.models import count_params
 
+# Dense bfloat16 operations per second, as published by Google and NVIDIA, by jax's device_kind.
+PEAK_FLOPS = {
+    'NVIDIA A100-SXM4-40GB': 312e12,
+    'NVIDIA A100-SXM4-80GB': 312e12,
+    'NVIDIA H100 80GB HBM3': 989e12,
+    'NVIDIA H200': 989e12,
+    'TPU v4': 275e12,
+    'TPU v5 lite': 197e12,
+    'TPU v5': 459e12,
+    'TPU v5p': 459e12,
+    'TPU v6 lite': 918e12,
+}
 _ON_CPU = (
     "this host has NVIDIA GPUs, but jax uses the CPU: pip install 'vit_jax[cuda]' (CUDA 12, driver "
     "525 or newer) or 'vit_jax[cuda13]' (driver 580 or newer), and unset JAX_PLATFORMS=cpu"
@@ -109,6 +122,8 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
         images = plural(len(source), 'training image')
         classes = plural(len(source.class_names), 'class')
         _say('data', f'{images}, {classes}')
+        if source.places is not None:
+            _check_bucket(experiment)
         num_params = count_params(experiment.model.config)
         _say('model', f'{num_params:,} parameters, {meshes.format_mesh(experiment.mesh)}')
         _say('length', plural(experiment.length.total_steps, 'step'))
@@ -121,6 +136,24 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
             job.reset_watchdog()
             experiment.transfer_params(start, state.params)
             _say('start_from', f'{start.path} fits the model')
+
+
+def _check_bucket(experiment: Experiment) -> None:
+    """Measures how fast this process reads training images from their bucket."""
+    speed = inspection.measure_bucket(experiment.train_reader.source)
+    _say(
+        'bucket',
+        f'{speed.bytes_per_second / 1e6:,.0f} MB/s, {speed.images_per_second:,.0f} images/s; '
+        f'{1000 * speed.latency:,.0f} ms for one image',
+    )
+    peak = PEAK_FLOPS.get(jax.local_devices()[0].device_kind)
+    if peak is None:
+        return
+    multiply_adds = experiment.task.count_multiply_adds(experiment.config, experiment.model.config)
+    # A multiply-add is two operations; a training step needs three times those of its forward pass.
+    rate = 0.5 * peak * jax.local_device_count() / (6 * multiply_adds)
+    answer = 'can' if speed.images_per_second >= rate else 'cannot'
+    _say('', f'the bucket {answer} feed this process at half of its peak, {rate:,.0f} images/s')
 
 
 def make_parser() -> argparse.ArgumentParser:

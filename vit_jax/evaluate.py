@@ -38,6 +38,7 @@ from vit_jax.base import (
     write_bytes,
     write_json,
 )
+from vit_jax.base.progress import progress_bar
 from vit_jax.checkpoints.formats import array_files
 from vit_jax.checkpoints.remote import redact
 from vit_jax.cli import app, output
@@ -132,7 +133,7 @@ def _evaluate_data(
     unreadable = list[str]()
     num_batches = -(-len(source) // arguments.batch_size)
     options = {'max_pixels': arguments.max_pixels, 'on_skipped': unreadable.append}
-    with output.progress_bar() as bar:
+    with progress_bar() as bar:
         report = head.evaluate_head(
             loaded,
             head.make_model_reader(loaded, source, **options),
@@ -344,7 +345,7 @@ def _evaluate_suite(loaded: LoadedModel, arguments: argparse.Namespace) -> int:
     for test_set in imagenet_suite.TEST_SETS:
         try:
             source = renumber_classes(test_set.open(root), class_names)
-            with output.progress_bar() as bar:
+            with progress_bar() as bar:
                 total = -(-len(source) // arguments.batch_size)
                 wrap = functools.partial(bar.track, total=total, description=test_set.name)
                 report = imagenet_suite.evaluate(test_set, loaded, source, wrap=wrap, **options)

@@ -17,8 +17,9 @@ import numpy as np
 from rich.markup import escape
 
 from vit_jax.base import UserError, atomic_write, make_folder, plural, require, storage, write_json
+from vit_jax.base.progress import progress_bar
 from vit_jax.base.records import text_of
-from vit_jax.cli import app, output
+from vit_jax.cli import app
 from vit_jax.config import TrainConfig
 from vit_jax.data import inspection, loading
 from vit_jax.data.augmentation import augment, host_crop
@@ -85,6 +86,8 @@ def main(arguments: argparse.Namespace) -> int:
         problems.catch(_write_sheet, folder / SHEET, config, evaluated, trained, readable_images)
         if isinstance(config.data, str):
             shared += _describe_shared(train, tests)
+        if warning := inspection.check_order(train, config.loader, config.batch_size):
+            print(f'order          {warning}')
     for line in shared:
         print(f'shared         {line}; their accuracy says nothing about new images')
     splits = {split: dataclasses.asdict(scan) for split, scan in scans.items()}
@@ -153,7 +156,7 @@ def _scan(
     """Scans and prints every split. Returns the scans and the readable images."""
     scans = dict[str, SplitReport]()
     readable_images = dict[str, ImageInfo]()
-    with futures.ThreadPoolExecutor(loading.count_cores()) as pool, output.progress_bar() as bar:
+    with futures.ThreadPoolExecutor(loading.count_cores()) as pool, progress_bar() as bar:
         for split, source in sources.items():
             task = bar.add_task(escape(split), total=len(source))
             done = functools.partial(bar.advance, task)

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 from vit_jax.base import Batch, Float, atomic_write, plural, require, usable
 from vit_jax.base.files import ESCAPE, is_special, read_text, would_replace
+from vit_jax.base.progress import progress_bar
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.cli import app, output
 from vit_jax.data.image_preprocessing import normalize
@@ -102,7 +103,7 @@ def _write_outputs(
     features: list[np.ndarray] = []
     batches = batches_on_all_devices(reader, arguments.batch_size)
     # On a terminal, printed lines appear above the progress bar.
-    bar = output.progress_bar(redirect_stdout=sys.stdout.isatty())
+    bar = progress_bar(redirect_stdout=sys.stdout.isatty())
     with bar, open_output(arguments.out, form) as file:
         if form == 'csv':
             print('path,class,probability', file=file)

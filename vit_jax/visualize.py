@@ -29,6 +29,7 @@ from vit_jax.base import (
     write_bytes,
     write_text,
 )
+from vit_jax.base.progress import progress_bar
 from vit_jax.checkpoints.formats.array_files import write_npz
 from vit_jax.checkpoints.remote import redact, to_path
 from vit_jax.cli import app, output
@@ -72,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
     folder = pathlib.Path(arguments.out)
     require_outside(arguments.out, arguments.images)
     make_folder(folder)
-    with output.progress_bar() as bar:
+    with progress_bar() as bar:
         inputs = _open_inputs(arguments, bar)
         if any(figure.needs_images for figure in chosen.values()):
             for model in inputs.models:

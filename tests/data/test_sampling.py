@@ -150,3 +150,55 @@ def test_balance_does_not_depend_on_the_last_bit_of_a_power():
     for neighbor in np.nextafter(0.5, [0.0, 1.0]):
         found = sampling.balance_classes(labels, balance=float(neighbor), seed=0)(positions)
         np.testing.assert_array_equal(found.index, expected.index)
+
+
+def cut(sizes):
+    """The first example of each block, and the count of all."""
+    return np.cumsum([0, *sizes[:-1]]), int(np.sum(sizes))
+
+
+@pytest.mark.parametrize('batch_size', [1, 6, 16, 257, 512])
+@pytest.mark.parametrize('shuffled_images', [1, 100, 10_000])
+def test_blocks_are_shuffled_so_that_each_epoch_has_each_example_once(batch_size, shuffled_images):
+    starts, count = cut(np.random.default_rng(0).integers(1, 20, 100))
+    windows = sampling.Windows.of(count, batch_size=batch_size, shuffled_images=shuffled_images)
+    sampler = sampling.shuffle_blocks(starts, count, windows, seed=3)
+    per_window = windows.lanes * windows.size
+    positions = np.arange(-(-5 * count // per_window) * per_window)
+    examples = sampler(positions)
+    assert windows.lanes * windows.rows == batch_size and windows.lanes <= 256
+    assert per_window <= max(batch_size, min(count, shuffled_images))
+    counts = collections.Counter(pairs(examples))
+    assert max(counts.values()) == 1
+    assert {pair for pair in counts if pair[1] < 5} == {*itertools.product(range(count), range(5))}
+    some = np.random.default_rng(1).permutation(positions)[:500]
+    assert pairs(sampler(some)) == [pairs(examples)[n] for n in some]
+
+
+def test_a_lane_has_successive_blocks_and_orders_differ_by_seed_epoch_lane_and_window():
+    starts, count = cut([10] * 64)
+    windows = sampling.Windows(lanes=2, rows=4, steps=20)
+    find = sampling.shuffle_blocks(starts, count, windows, seed=3)
+    examples = find(np.arange(8 * 20 * 8))  # two epochs of 640 examples, each of four windows
+    index = examples.index.reshape(8, 20, 2, 4).swapaxes(1, 2).reshape(8, 2, 80)
+    for lane in index.reshape(16, 80):
+        assert len({*(lane // 10)}) == 8  # complete blocks
+    orders = index.reshape(16, 80) % 10
+    assert len({order.tobytes() for order in orders}) == 16
+    blocks = [np.unique(index[w] // 10).tobytes() for w in range(8)]
+    assert len({*blocks}) == 8
+    other = sampling.shuffle_blocks(starts, count, windows, seed=4)(np.arange(160))
+    assert not (other.index == examples.index[:160]).all()
+
+
+def test_batches_of_blocks_have_as_many_pairs_of_neighbors_as_random_batches():
+    """Blocks of 10 in a window of 1,000: within 5 standard deviations of the expected number."""
+    starts, count = cut([10] * 100)
+    windows = sampling.Windows(lanes=4, rows=5, steps=50)
+    find = sampling.shuffle_blocks(starts, count, windows, seed=0)
+    batches = find(np.arange(20 * 50 * 400)).index.reshape(-1, 4, 5) // 10
+    same = sum(
+        (batches[:, :, i] == batches[:, :, j]).sum() for i, j in itertools.combinations(range(5), 2)
+    )
+    expected = batches.shape[0] * 4 * 10 * 9 / 249  # a lane has 250 examples of 25 blocks
+    assert abs(same - expected) < 5 * np.sqrt(expected)

@@ -30,7 +30,11 @@ class Refused(Exception):
 
 
 class Bucket(http.server.ThreadingHTTPServer):
-    """One bucket; `objects` by name. `fault(method, path)` is the status to answer with, if any."""
+    """One bucket; `objects` by name.
+
+    `fault(method, path)` is the status to answer with, if any; `change(name, body)` is what is sent
+    of the body of an object.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -39,7 +43,8 @@ class Bucket(http.server.ThreadingHTTPServer):
         self.name, self.url = name, ''
         self.objects, self.uploads = {}, {}
         self.lock, self.numbers = threading.RLock(), itertools.count(1_700_000_000_000_000)
-        self.fault = lambda method, path: None
+        self.fault, self.change = lambda method, path: None, lambda name, body: body
+        self.sent = []  # (name, first byte, byte after the last) of each object that was read
         super().__init__(('127.0.0.1', 0), _Handler)
         self.url = f'http://127.0.0.1:{self.server_port}'
 
@@ -130,6 +135,7 @@ class Bucket(http.server.ThreadingHTTPServer):
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = 'HTTP/1.1'
+    disable_nagle_algorithm = True  # else a small answer may wait for 40 ms
 
     def log_message(self, *_):
         pass
@@ -160,6 +166,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, path, query, body):
         bucket = self.server
+        if path.startswith(f'/{bucket.name}/') and self.command == 'GET':  # of the XML API
+            self._media(unquote(path.removeprefix(f'/{bucket.name}/')), query)
+            return
         match = re.fullmatch(
             r'(/upload|/download)?/(?:storage/v1|resumable)/b/([^/]+)(?:/o(?:/(.*))?)?', path
         )
@@ -185,6 +194,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         data, generation, *_ = self.server.found(name)
         self.server.require(name, query)
         headers = {'x-goog-generation': str(generation), 'x-goog-metageneration': '1'}
+        headers |= {'ETag': str(generation), 'Last-Modified': 'Mon, 30 Nov 2026 00:00:00 GMT'}
         asked = re.fullmatch(r'bytes=(\d*)-(\d*)', self.headers.get('Range') or '')
         if not asked or not data:
             self._send(data, 200, headers)
@@ -193,8 +203,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         stop = min(int(asked[2]) + 1, len(data)) if asked[1] and asked[2] else len(data)
         if start >= len(data):
             raise Refused(416, 'out of range')
+        self.server.sent.append((name, start, stop))
         headers['Content-Range'] = f'bytes {start}-{stop - 1}/{len(data)}'
-        self._send(data[start:stop], 206, headers)
+        body = self.server.change(name, data[start:stop])
+        self._send(body, 206, headers | {'Content-Length': str(stop - start)})
 
     def _upload(self, query, body):
         bucket = self.server
@@ -233,11 +245,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _send(self, body, status, headers=()):
         self.send_response(status)
-        for name, value in {'Content-Length': str(len(body)), **dict(headers)}.items():
+        headers = {'Content-Length': str(len(body)), **dict(headers)}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != 'HEAD' and status not in (204, 304):
             self.wfile.write(body)
+        if headers['Content-Length'] != str(len(body)):
+            self.close_connection = True
 
 
 @contextlib.contextmanager

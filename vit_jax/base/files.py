@@ -319,7 +319,7 @@ def read_range(descriptor: int, length: int, offset: int) -> bytes:
     return b''.join(blocks)
 
 
-def require_tar_end(file: IO[bytes], archive: tarfile.TarFile) -> None:
+def require_tar_end(file: io.BufferedIOBase, archive: tarfile.TarFile) -> None:
     """Raises tarfile.ReadError unless an archive that was read ends with an empty block.
 
     tarfile takes a damaged or missing header for the end of the archive.

@@ -23,17 +23,20 @@ class StoredArray(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def open_npz(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+def open_npz(path: str | os.PathLike[str] | io.BufferedIOBase) -> dict[str, StoredArray]:
     """Reads the shapes and types of the arrays in an npz file, by name.
+
+    Args:
+      path: The path of the file, or an open file.
 
     Raises:
       OSError: If the file cannot be opened.
       ValueError: If an array contains Python objects, or has another size than its header says.
       zipfile.BadZipFile and others: If the file is damaged or of another kind.
     """
-    file = open_file(path)
+    file = open_file(path) if isinstance(path, str | os.PathLike) else path
     archive = zipfile.ZipFile(file)
-    in_file = os.fstat(file.fileno()).st_size
+    in_file = file.seek(0, os.SEEK_END)
     arrays: dict[str, StoredArray] = {}
     for member in archive.infolist():
         name = member.filename.removesuffix('.npy')

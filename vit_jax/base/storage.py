@@ -17,7 +17,14 @@ from typing import Any, TypeAlias
 
 from etils import epath
 
-from vit_jax.base.errors import MissingFile, StorageError, UserError, format_error, redact_url
+from vit_jax.base.errors import (
+    MissingFile,
+    StorageError,
+    TransientError,
+    UserError,
+    format_error,
+    redact_url,
+)
 
 Path: TypeAlias = pathlib.Path | epath.Path  # of a file or folder, on a disk or a bucket
 
@@ -97,7 +104,7 @@ def usable(name: object, expected: str = '') -> Iterator[None]:
     ending = f'; expected {expected}' if expected else ''
     try:
         yield
-    except UserError:
+    except (UserError, TransientError):
         raise
     except Exception as error:
         if is_remote(str(name)):  # the clients of buckets raise many exception types
@@ -135,11 +142,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def split_url(url: str) -> tuple[str, str]:
+    """Splits gs://BUCKET/NAME into the names of the bucket and of the object."""
+    bucket, _, name = url.removeprefix('gs://').partition('/')
+    return bucket, name
+
+
 def bucket_and_name(path: Path) -> tuple[Any, str]:
     """Returns the google.cloud.storage bucket of a path, and the name of its object."""
     from google.cloud import storage
 
-    bucket, _, name = os.fspath(path).removeprefix('gs://').partition('/')
+    bucket, name = split_url(os.fspath(path))
     return storage.Client(project=None).bucket(bucket), name  # objects need no project
 
 

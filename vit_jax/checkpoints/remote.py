@@ -30,7 +30,6 @@ import os
 import pathlib
 import re
 import shutil
-import sys
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from typing import Any, NamedTuple
 from vit_jax.base import MissingFile, StorageError, UserError, atomic_write, records, require
 from vit_jax.base.errors import format_error, redact_url
 from vit_jax.base.files import cache_folder, open_file
+from vit_jax.base.progress import progress_bar
 from vit_jax.checkpoints.formats.array_files import (
     DESCRIPTIONS,
     ENDINGS,
@@ -266,9 +266,6 @@ def _download(response: Any, path: pathlib.Path, expected: str | None) -> str:
 
     Raises ValueError if the body is compressed, incomplete, or has another digest than `expected`.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     encoding = response.headers.get('Content-Encoding', '').lower()
     if encoding not in ('', 'identity', 'aws-chunked'):
         raise ValueError(f'the response is compressed ({encoding}); expected an uncompressed file')
@@ -279,8 +276,7 @@ def _download(response: Any, path: pathlib.Path, expected: str | None) -> str:
         raise StorageError(f'{path}: needs {size:,} bytes; the disk has {free:,} bytes free')
     digest = hashlib.sha256()
     written = 0
-    bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
-    with bar, atomic_write(path) as file:
+    with progress_bar(transient=True) as bar, atomic_write(path) as file:
         task = bar.add_task(path.name, total=size)
         for block in _read_blocks(response):
             file.write(block)

@@ -7,9 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from vit_jax.base import StorageError
 from vit_jax.base.files import ESCAPE
 
@@ -65,12 +62,6 @@ def ignore_closed_pipes() -> None:
     """Keeps the program running after stdout is closed, as by `| head -1`."""
     if isinstance(sys.stdout, _Stream):
         sys.stdout.is_read = False
-
-
-def progress_bar(**options: Any) -> Progress:
-    """Returns progress bars on stderr, shown only on a terminal."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    return Progress(console=console, disable=not sys.stderr.isatty(), **options)
 
 
 def escape_controls(text: str) -> str:

@@ -72,11 +72,12 @@ class Header(NamedTuple):
     is_plain_jpeg: bool = False  # True: simplejpeg can decode it
 
 
-def read_header(stored: bytes, max_pixels: int = MAX_PIXELS) -> Header:
+def read_header(stored: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> Header:
     """Reads the header of an encoded image.
 
     Raises UserError if the format is not supported or the image has more than `max_pixels` pixels.
     """
+    stored = bytes(stored)  # makes no copy of bytes
     require(len(stored) > 0, 'the file is empty')
     header = _read_jpeg_header(stored) if is_jpeg(stored) else None
     if header is None:
@@ -91,9 +92,9 @@ def read_header(stored: bytes, max_pixels: int = MAX_PIXELS) -> Header:
     return header
 
 
-def is_jpeg(stored: bytes | np.ndarray) -> TypeGuard[bytes]:
+def is_jpeg(stored: bytes | memoryview | np.ndarray) -> TypeGuard[bytes]:
     """Returns whether the bytes start like a JPEG."""
-    return isinstance(stored, bytes) and stored.startswith(b'\xff\xd8')
+    return not isinstance(stored, np.ndarray) and stored[:2] == b'\xff\xd8'
 
 
 def _read_jpeg_header(stored: bytes) -> Header | None:
@@ -155,7 +156,7 @@ def formats_by_extension() -> dict[str, str]:
 
 
 def decode(
-    stored: bytes | np.ndarray, *, exif_rotation: bool, max_pixels: int = MAX_PIXELS
+    stored: bytes | memoryview | np.ndarray, *, exif_rotation: bool, max_pixels: int = MAX_PIXELS
 ) -> Image:
     """Decodes an image to RGB with 8 bits per channel.
 
@@ -174,6 +175,7 @@ def decode(
     if isinstance(stored, np.ndarray):
         image = stored[..., None] if stored.ndim == 2 else stored
         return np.repeat(image, 3, axis=-1) if image.shape[-1] == 1 else image
+    stored = bytes(stored)
     orientation = read_orientation(stored) if exif_rotation else 1
     if stored.startswith(_PNG_START):
         stored = _drop_png_metadata(stored)
@@ -413,7 +415,7 @@ def describe_decoder() -> str:
 
 
 def decode_region(
-    stored: bytes | np.ndarray,
+    stored: bytes | memoryview | np.ndarray,
     choose: ChooseRegion,
     *,
     exif_rotation: bool,
@@ -432,6 +434,7 @@ def decode_region(
       max_pixels: The most pixels that the whole image may have.
     """
     region = None
+    stored = bytes(stored) if isinstance(stored, memoryview) else stored
     if is_jpeg(stored) and (header := read_header(stored, max_pixels)).is_plain_jpeg:
         orientation = read_orientation(stored) if exif_rotation else 1
         upright = header.height, header.width

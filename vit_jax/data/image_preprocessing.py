@@ -259,7 +259,7 @@ def normalize(
 
 
 def decode_and_crop(
-    stored: bytes | np.ndarray,
+    stored: bytes | memoryview | np.ndarray,
     crop: Crop,
     size: Size,
     key: np.uint64 | None,
@@ -295,7 +295,7 @@ _MOST_PIXELS = 2**22  # of the regions of a call, besides the first one
 
 
 def crop_jpegs(
-    files: Sequence[bytes],
+    files: Sequence[bytes | memoryview],
     crop: InceptionCrop,
     keys: UInt64[np.ndarray, 'n'],
     results: Sequence[UInt8[np.ndarray, 'h w 3']],

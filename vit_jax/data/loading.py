@@ -16,8 +16,9 @@ import itertools
 import logging
 import math
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,7 @@ from vit_jax.base import (
     Batch,
     Int,
     Record,
+    StorageError,
     TransientError,
     UInt8,
     UInt64,
@@ -37,6 +39,8 @@ from vit_jax.base import (
     require,
     require_between,
 )
+from vit_jax.base.buckets import Ranges
+from vit_jax.base.progress import progress_bar
 from vit_jax.data import sampling
 from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT, is_jpeg
 from vit_jax.data.image_preprocessing import (
@@ -47,15 +51,32 @@ from vit_jax.data.image_preprocessing import (
     crop_jpegs,
     decode_and_crop,
 )
-from vit_jax.data.sampling import PADDING, Examples, Sampler
-from vit_jax.data.sources.base import EncodedImage, Label, Source, check_label
-from vit_jax.distributed.meshes import MeshConfig, batch_sharding, local_rows, make_mesh, put
+from vit_jax.data.sampling import PADDING, Examples, Sampler, Windows
+from vit_jax.data.sources.base import (
+    EncodedImage,
+    Label,
+    Places,
+    Source,
+    check_label,
+    request_ahead,
+)
+from vit_jax.distributed.meshes import (
+    MeshConfig,
+    batch_sharding,
+    count_processes_on_host,
+    local_rows,
+    make_mesh,
+    put,
+)
+from vit_jax.distributed.processes import keep_alive
 
 OnUnreadable = Literal['error', 'skip']
 _SKIP_HINT = '--config.loader.on_unreadable=skip skips unreadable images'
 _MOST_ROWS = 16  # rows that a thread reads at a time: one call into C serves them all
 _MOST_BYTES = 2**23  # a thread decodes its images once it holds this many encoded bytes
 _MOST_AHEAD = 8  # batches that are loaded ahead
+_SECONDS_BETWEEN_LINES = 60  # about the progress of the first window
+_BLOCKS_PER_WINDOW = 8  # of a lane, at least
 # Errors of the machine or the network, not of an image.
 _TRANSIENT = {
     *(errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT),
@@ -163,6 +184,8 @@ class ImageReader:
                 continue
             try:
                 image, label = self._read(index)
+            except StorageError:  # the bucket cannot be read
+                raise
             except (ValueError, OSError) as error:
                 errors[row] = _without_frames(error)
                 continue
@@ -312,6 +335,10 @@ class LoaderConfig(Record):
     `device_mb`. `on_unreadable=skip` skips unreadable images in training, evaluation and few-shot
     evaluation; it counts them and names the first few. Images with more than `max_pixels` pixels
     are unreadable.
+
+    Images in a bucket are read in blocks of neighbors. `shuffle_gb` is the size of the window of
+    images, of all processes together, that are shuffled (see `sampling.shuffle_blocks`). Two
+    windows are in memory.
     """
 
     placement: Literal['auto', 'host', 'device'] = 'auto'  # host: read images for each batch
@@ -321,11 +348,13 @@ class LoaderConfig(Record):
     max_pixels: int = MAX_PIXELS  # largest stored height x width
     repeats: int = 1  # times that each image is in a training batch
     balance: float = 0.0  # 0: classes as frequent as their images; 1: all classes equally frequent
+    shuffle_gb: float = 14.0  # GiB of images of a bucket that are shuffled together
 
     def check(self) -> None:
         require_between(self, 'max_pixels', low=1, high=MAX_PIXELS_LIMIT)
         require_between(self, 'device_mb', low=0)
         require_between(self, 'threads', 'repeats', low=1)
+        require_between(self, 'shuffle_gb', above=0)
         require_between(self, 'balance', low=0, high=1)
 
     @property
@@ -401,13 +430,71 @@ def training_sampler(
       UserError: If classes are to be balanced but an image has not exactly one class.
     """
     check_balance(source, config)
-    if config.balance:
+    if source.places is not None:
+        windows = make_windows(source, config, batch_size)
+        blocks = find_blocks(source, windows)
+        sampler = sampling.shuffle_blocks(blocks, len(source), windows, seed=seed)
+    elif config.balance:
         sampler = sampling.balance_classes(source.labels, balance=config.balance, seed=seed)
     else:
         sampler = sampling.shuffle(len(source), seed=seed)
     if config.repeats == 1:
         return sampler
     return sampling.repeat(sampler, config.repeats, batch_size=batch_size)
+
+
+def make_windows(source: Source, config: LoaderConfig, batch_size: int) -> Windows:
+    """Returns the windows in which the images of a bucket are shuffled."""
+    assert source.places is not None
+    distinct = -(-batch_size // config.repeats)
+    images = int(config.shuffle_gb * 2**30 / source.places.length.mean())
+    return Windows.of(len(source), batch_size=distinct, shuffled_images=images)
+
+
+def find_blocks(source: Source, windows: Windows) -> Int[np.ndarray, 'b']:
+    """Returns the first image of each block of neighbors that are shuffled as one."""
+    assert source.places is not None
+    return source.places.find_blocks(max(1, windows.size // _BLOCKS_PER_WINDOW))
+
+
+class WindowMemory(NamedTuple):
+    """The memory of the images of a bucket that are shuffled together."""
+
+    images: int
+    window_bytes: int  # in all processes
+    host_bytes: int  # of the windows that are in memory at a time on this host
+
+    def __str__(self) -> str:
+        window, host = (f'{size / 2**20:,.0f} MiB' for size in (self.window_bytes, self.host_bytes))
+        return (
+            f'shuffles {self.images:,} images at a time ({window} in all processes, up to {host} '
+            'on this host)'
+        )
+
+
+def check_window_memory(
+    source: Source, config: LoaderConfig, batch_size: int, sharding: NamedSharding
+) -> WindowMemory:
+    """Returns the memory of windows. Raises UserError if it is above half of this host's memory."""
+    assert source.places is not None
+    windows = make_windows(source, config, batch_size)
+    images = windows.lanes * windows.size
+    window_bytes = round(images * source.places.length.mean())
+    # If an image is several times in a batch, its copies may be on several hosts.
+    share = config.repeats * len(local_rows(sharding, batch_size)) / batch_size
+    share = min(1.0, share * count_processes_on_host())
+    # Batches that are loaded ahead are in later windows.
+    in_memory = 2 if windows.steps >= _MOST_AHEAD else 2 + -(-_MOST_AHEAD // windows.steps)
+    memory = WindowMemory(images, window_bytes, round(in_memory * window_bytes * share))
+    most = psutil.virtual_memory().total // 2
+    fits = config.shuffle_gb * most / max(1, memory.host_bytes)
+    require(
+        memory.host_bytes <= most,
+        f'config.loader.shuffle_gb={config.shuffle_gb:g}: needs '
+        f'{memory.host_bytes / 2**20:,.0f} MiB on this host; expected at most {fits:.2g}, for half '
+        f'of its {2 * most / 2**20:,.0f} MiB',
+    )
+    return memory
 
 
 def check_balance(source: Source, config: LoaderConfig) -> None:
@@ -417,6 +504,7 @@ def check_balance(source: Source, config: LoaderConfig) -> None:
         where = f'loader.balance={config.balance}'
         require(not source.multi_label, f'{where}: {expected}, because images have several classes')
         require(bool(source.class_names), f'{where}: {expected}, because images have no classes')
+        require(source.places is None, f'{where}: {expected}, because images lie in a bucket')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,6 +514,7 @@ class Loader:
     source: Source
     load: Callable[[Examples], Batch]  # reads into host memory
     gather: Callable[[Batch], Batch]  # maps the loaded arrays, moved to devices, to the batch
+    request: Callable[[Examples], Ranges] | None  # requests images of a bucket before `load`
     sharding: NamedSharding  # of the batches
     config: LoaderConfig
 
@@ -466,7 +555,8 @@ def make_loader(
         rows = _rows_at_once(len(examples.index), threads)
         return reader.examples(examples, pool, rows_at_once=rows)
 
-    return Loader(reader.source, load, lambda batch: batch, sharding, config)
+    request = functools.partial(_request, places) if (places := reader.source.places) else None
+    return Loader(reader.source, load, lambda batch: batch, request, sharding, config)
 
 
 def make_loaders(config: LoaderConfig, sharding: NamedSharding) -> Callable[[ImageReader], Loader]:
@@ -488,10 +578,20 @@ def _keep_on_device(
     reader: ImageReader, pool: futures.Executor, sharding: NamedSharding, config: LoaderConfig
 ) -> Loader:
     """Reads all images once. `load` then returns indices, and `gather` looks the images up."""
-    examples = reader.examples(Examples.of(np.arange(len(reader.source))), pool)
+    examples: Batch = {}
+    for part in request_ahead(reader.source):
+        batch = reader.examples(Examples.of(np.array(part)), pool)
+        for name, array in batch.items():
+            if name not in examples:
+                examples[name] = np.empty((len(reader.source), *array.shape[1:]), array.dtype)
+            examples[name][part.start : part.stop] = array
     stored = put(examples, dict.fromkeys(examples, NamedSharding(sharding.mesh, PartitionSpec())))
     gather = functools.partial(_gather, sharding, stored)
-    return Loader(reader.source, _describe_examples, gather, sharding, config)
+    return Loader(reader.source, _describe_examples, gather, None, sharding, config)
+
+
+def _request(places: Places, examples: Examples) -> Ranges:
+    return places.request(examples.index[examples.index != PADDING])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -532,22 +632,108 @@ def host_batches(
     """
     rows = local_rows(loader.sharding, batch_size) if rows is None else rows
 
-    def load(step: int) -> Batch:
-        return loader.load(sampler(step * batch_size + rows))
+    def find(of_steps: range) -> Examples:
+        return sampler((np.array(of_steps)[:, None] * batch_size + rows).ravel())
 
     ahead = _batches_ahead(len(rows), loader.config.num_threads)
-    pool = futures.ThreadPoolExecutor(ahead)
-    pending = collections.deque(pool.submit(load, step) for step in steps[:ahead])
+    pool = futures.ThreadPoolExecutor(ahead + 1)  # and one that requests windows
+    windows = _RequestedWindows(loader.request, find, steps, sampler.steps_per_window)
+
+    def load(step: int) -> Batch:
+        windows.request(step)
+        return loader.load(find(range(step, step + 1)))
+
+    pending = collections.deque((step, pool.submit(load, step)) for step in steps[:ahead])
     later = iter(steps[ahead:])
     try:
+        if pending:
+            windows.wait_for_first(pending[0][1])
         while pending:
-            batch = pending.popleft().result()
-            pending.extend(pool.submit(load, step) for step in itertools.islice(later, 1))
+            step, future = pending.popleft()
+            batch = future.result()
+            if step == steps.start:
+                pool.submit(windows.request, windows.next_start(step))
+            if windows.release(step):
+                pool.submit(windows.request, windows.next_start(step) + sampler.steps_per_window)
+            pending.extend((step, pool.submit(load, step)) for step in itertools.islice(later, 1))
             yield batch
     finally:
-        for future in pending:
-            future.cancel()
+        running = [future for _, future in pending if not future.cancel()]
+        pool.submit(windows.close, running)
         pool.shutdown(wait=False)
+
+
+class _RequestedWindows:
+    """Requests the images of a bucket for windows of steps, each before it is needed."""
+
+    def __init__(
+        self,
+        request: Callable[[Examples], Ranges] | None,
+        find: Callable[[range], Examples],
+        steps: range,
+        steps_per_window: int,
+    ):
+        self._request = request
+        self._find = find
+        self._steps = steps
+        self._size = steps_per_window
+        self._lock = threading.Lock()
+        self._windows: dict[int, Ranges] = {}
+        self._is_closed = False
+
+    def next_start(self, step: int) -> int:
+        """Returns the first step of the next window."""
+        return (step // self._size + 1) * self._size
+
+    def request(self, step: int) -> None:
+        """Requests the images of the window of a step, unless they are requested."""
+        number = step // self._size
+        first = max(number * self._size, self._steps.start)
+        steps = range(first, min((number + 1) * self._size, self._steps.stop))
+        if self._request is None or not steps or number in self._windows:
+            return
+        with self._lock:
+            if self._is_closed:
+                raise futures.CancelledError  # codespell:ignore
+            if number not in self._windows:
+                self._windows[number] = self._request(self._find(steps))
+
+    def wait_for_first(self, batch: futures.Future[Batch]) -> None:
+        """Waits for the first batch, and shows how much of the first window has arrived."""
+        if self._request is None or futures.wait([batch], timeout=1).done:
+            return
+        text = 'reading the first window of images'
+        with progress_bar(transient=True) as bar:
+            task = bar.add_task(text)
+            logged = time.monotonic()
+            arrived = 0
+            while not futures.wait([batch], timeout=0.5).done:
+                window = self._windows.get(self._steps.start // self._size)
+                before = arrived
+                arrived, size = (window.bytes_received, window.num_bytes) if window else (0, 0)
+                if arrived > before:
+                    keep_alive()
+                bar.update(task, completed=arrived, total=size)
+                if time.monotonic() - logged > _SECONDS_BETWEEN_LINES:
+                    logged = time.monotonic()
+                    logging.warning('%s: %d of %d MB', text, arrived / 1e6, size / 1e6)
+
+    def release(self, step: int) -> bool:
+        """Drops the window of a step if it is the last one in it. Returns whether it is."""
+        is_last = (step + 1) % self._size == 0
+        if is_last and (window := self._windows.pop(step // self._size, None)):
+            window.release()
+        return is_last
+
+    def close(self, running: Sequence[futures.Future[Batch]]) -> None:
+        """Cancels all requests, and drops all windows when these batches no longer need them."""
+        with self._lock:
+            self._is_closed = True
+        for window in self._windows.values():
+            window.cancel()
+        futures.wait(running)
+        for window in self._windows.values():
+            window.release()
 
 
 def to_devices(loader: Loader, local: Batch, batch_size: int) -> Batch:

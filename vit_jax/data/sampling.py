@@ -16,11 +16,14 @@ from vit_jax.base import Float, Int, Num, UInt64
 
 _GOLDEN = 0x9E3779B97F4A7C15  # the step of SplitMix64
 _ROUNDS = 24  # with 12, some orders of 5 to 9 examples were more frequent than others
+_MOST_LANES = 256
 PADDING = -1  # index of an example that fills up a batch
 # Purposes of hashes: equal numbers with different purposes have different hashes.
 _ORDER = 0
 _CLASS_ORDER = 1
 _EXAMPLE = 2
+_BLOCK_ORDER = 3
+_WINDOW = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +44,15 @@ class Examples:
         return cls(indices, np.full(len(indices), epoch))
 
 
-# Maps positions in the stream of examples to examples.
-Sampler = Callable[[Int[np.ndarray, 'n']], Examples]
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Maps positions in the stream of examples to examples."""
+
+    find: Callable[[Int[np.ndarray, 'n']], Examples]
+    steps_per_window: int = 1  # the steps whose images are requested together from a bucket
+
+    def __call__(self, positions: Int[np.ndarray, 'n']) -> Examples:
+        return self.find(positions)
 
 
 def mix(state: UInt64[np.ndarray, '...']) -> UInt64[np.ndarray, '...']:
@@ -141,11 +151,79 @@ def _network(
 def shuffle(count: int, *, seed: int) -> Sampler:
     """Returns a sampler of an endless stream that shuffles all examples anew in each epoch."""
 
-    def sampler(positions: Int[np.ndarray, 'n']) -> Examples:
+    def find(positions: Int[np.ndarray, 'n']) -> Examples:
         epoch, place = np.divmod(positions, count)
         return Examples(permute(place, count, hash_numbers(seed, _ORDER, epoch)), epoch)
 
-    return sampler
+    return Sampler(find)
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Splits a stream of examples into windows, which are shuffled separately.
+
+    The rows of a batch are divided among lanes: the first `rows` belong to lane 0, and so on. The
+    batches of `steps` successive steps are a window. In it, each lane has `size` successive
+    examples of the stream. A process therefore reads only the lanes of its rows.
+    """
+
+    lanes: int
+    rows: int  # of a batch, for each lane
+    steps: int
+
+    @property
+    def size(self) -> int:
+        """The examples of a lane in a window."""
+        return self.rows * self.steps
+
+    @classmethod
+    def of(cls, count: int, *, batch_size: int, shuffled_images: int) -> 'Windows':
+        """Returns windows of about `shuffled_images` examples in all lanes, at most an epoch."""
+        lanes = max(n for n in range(1, _MOST_LANES + 1) if batch_size % n == 0)
+        steps = max(1, min(shuffled_images, count) // batch_size)
+        return cls(lanes, batch_size // lanes, steps)
+
+
+def shuffle_blocks(
+    starts: Int[np.ndarray, 'b'], count: int, windows: Windows, *, seed: int
+) -> Sampler:
+    """Returns a sampler of an endless stream that shuffles blocks of neighbors in each epoch.
+
+    The blocks of an epoch are shuffled and concatenated to a stream, and the examples of each lane
+    and window of this stream are shuffled. Each example is used once in an epoch.
+
+    Args:
+      starts: The index of the first example of each block.
+      count: The number of examples.
+      windows: The parts of the stream that are shuffled.
+      seed: Seed of the order.
+    """
+    sizes = np.diff(np.append(starts, count))
+
+    @functools.lru_cache(maxsize=4)  # a window has examples of few epochs
+    def order(epoch: int) -> tuple[Int[np.ndarray, 'b'], Int[np.ndarray, 'b']]:
+        """Returns the first examples of all blocks in their order, and the positions after them."""
+        keys = hash_numbers(seed, _BLOCK_ORDER, epoch, np.arange(len(starts)))
+        blocks = np.argsort(keys, kind='stable')
+        return starts[blocks], np.cumsum(sizes[blocks])
+
+    def find(positions: Int[np.ndarray, 'n']) -> Examples:
+        step, row = np.divmod(positions, windows.lanes * windows.rows)
+        window, step_in_window = np.divmod(step, windows.steps)
+        lane, row_in_lane = np.divmod(row, windows.rows)
+        keys = hash_numbers(seed, _WINDOW, window, lane)
+        place = permute(step_in_window * windows.rows + row_in_lane, windows.size, keys)
+        epoch, place = np.divmod((window * windows.lanes + lane) * windows.size + place, count)
+        index = np.zeros_like(place)
+        for one in np.unique(epoch):
+            of_epoch = epoch == one
+            firsts, ends = order(int(one))
+            block = np.searchsorted(ends, place[of_epoch], side='right')
+            before = np.where(block, ends[block - 1], 0)
+            index[of_epoch] = firsts[block] + place[of_epoch] - before
+        return Examples(index, epoch)
+
+    return Sampler(find, windows.steps)
 
 
 def balance_classes(labels: Int[np.ndarray, 'n'], *, balance: float, seed: int) -> Sampler:
@@ -174,7 +252,7 @@ def balance_classes(labels: Int[np.ndarray, 'n'], *, balance: float, seed: int) 
         """Returns the first position of each class if all earlier examples are sorted by class."""
         return np.rint(shares * len(labels) * epoch).astype(np.int64)
 
-    def sampler(positions: Int[np.ndarray, 'n']) -> Examples:
+    def find(positions: Int[np.ndarray, 'n']) -> Examples:
         places = order(positions)
         classes = np.zeros_like(places.index)
         uses = np.zeros_like(places.index)  # earlier uses of all images of the class
@@ -191,7 +269,7 @@ def balance_classes(labels: Int[np.ndarray, 'n'], *, balance: float, seed: int) 
         place = permute(place, counts[classes], keys)
         return Examples(by_class[first[classes] + place], epoch)
 
-    return sampler
+    return Sampler(find)
 
 
 def repeat(sampler: Sampler, repeats: int, *, batch_size: int) -> Sampler:
@@ -204,23 +282,23 @@ def repeat(sampler: Sampler, repeats: int, *, batch_size: int) -> Sampler:
     """
     distinct = -(-batch_size // repeats)
 
-    def repeated(positions: Int[np.ndarray, 'n']) -> Examples:
+    def find(positions: Int[np.ndarray, 'n']) -> Examples:
         step, row = np.divmod(positions, batch_size)
         copy, place = np.divmod(row, distinct)
         examples = sampler(step * distinct + place)
         return Examples(examples.index, examples.epoch * repeats + copy)
 
-    return repeated
+    return Sampler(find, sampler.steps_per_window)
 
 
 def in_order(indices: Int[np.ndarray, 'n']) -> Sampler:
     """Returns a sampler of these examples once, and of padding after them."""
     padded = np.append(indices, PADDING)
 
-    def sampler(positions: Int[np.ndarray, 'n']) -> Examples:
+    def find(positions: Int[np.ndarray, 'n']) -> Examples:
         return Examples.of(padded[np.minimum(positions, len(indices))])
 
-    return sampler
+    return Sampler(find)
 
 
 def example_keys(seed: int, examples: Examples) -> UInt64[np.ndarray, 'n']:

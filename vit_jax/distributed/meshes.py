@@ -5,6 +5,9 @@ import functools
 import itertools
 import math
 import os
+import socket
+import uuid
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -172,6 +175,15 @@ def put(values: Any, shardings: Any) -> Any:
 def broadcast(values: Any) -> Any:
     """Returns process 0's host arrays in all processes."""
     return multihost_utils.broadcast_one_to_all(values)
+
+
+@functools.cache
+def count_processes_on_host() -> int:
+    """Returns how many processes of the job run on this machine."""
+    if jax.process_count() == 1:
+        return 1
+    name = np.array([zlib.crc32(f'{socket.gethostname()} {uuid.getnode()}'.encode())], np.uint32)
+    return int(np.sum(multihost_utils.process_allgather(name) == name))
 
 
 def check_batch_size(batch_size: int, mesh: Mesh, *, accumulation_steps: int) -> None:

@@ -24,7 +24,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -194,6 +194,54 @@ class Interrupted(Exception):
     """Raised after a signal, at the same step on all processes, so that they save and exit."""
 
 
+_numbers = itertools.count()  # all processes call the functions below in the same order
+_watched_jobs: list['Job'] = []
+
+
+def share_work(
+    name: str, keys: Sequence[str], make: Callable[[Sequence[str]], Iterable[bytes]]
+) -> Iterator[bytes]:
+    """Yields a part for each key in all processes; each process makes some parts and sends them.
+
+    Args:
+      name: The name of the work.
+      keys: The names of the parts, which are the same in all processes.
+      make: Makes the parts of some keys, in order.
+    """
+    state: Any = distributed.global_state
+    if state.client is None:
+        yield from make(keys)
+        return
+    folder = f'vit_jax/{name}/{next(_numbers)}'
+    own = keys[state.process_id :: state.num_processes]
+    for key, part in zip(own, make(own), strict=True):
+        state.client.key_value_set_bytes(f'{folder}/{key}', part)
+    for key in keys:
+        yield state.client.blocking_key_value_get_bytes(f'{folder}/{key}', _UNLIMITED)
+    state.client.wait_at_barrier(folder, _UNLIMITED)
+    if state.process_id == 0:
+        state.client.key_value_delete(f'{folder}/')
+
+
+def gather_texts(name: str, text: str) -> list[str]:
+    """Returns the texts of all processes, in their order."""
+    state: Any = distributed.global_state
+    if state.client is None:
+        return [text]
+    folder = f'vit_jax/{name}/{next(_numbers)}'
+    state.client.key_value_set(f'{folder}/{state.process_id}', text)
+    return [
+        str(state.client.blocking_key_value_get(f'{folder}/{index}', _UNLIMITED))
+        for index in range(state.num_processes)
+    ]
+
+
+def keep_alive() -> None:
+    """Restarts the time of the watchdog of this process, if it has one."""
+    for job in _watched_jobs:
+        job.reset_watchdog()
+
+
 class Pace(NamedTuple):
     """Seconds per step of the slowest process, its name, and the median over all processes."""
 
@@ -356,6 +404,7 @@ class Job:
                 signal.signal(number, lambda *_: None)
         self._attending = threading.Thread(target=self._watch, args=(receiver,), daemon=True)
         self._attending.start()
+        _watched_jobs.append(self)
         self.reset_watchdog()
         connect(self._launch)
         self._find_others()

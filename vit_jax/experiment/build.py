@@ -181,6 +181,9 @@ def build_experiment(
             accumulation_steps=config.accumulation_steps,
             threads=threads,
         )
+        if train.places is not None:
+            sharding = meshes.batch_sharding(mesh)
+            loading.check_window_memory(train, config.loader, config.batch_size, sharding)
         check_memory(config.eval_batch_size or 0, size, 'config.eval_batch_size', threads=threads)
     frozen = None
     if frozen_model is not None:

@@ -25,6 +25,8 @@ from rich.console import Console
 from vit_jax.base import Path, errors, files, plural, records, storage, usable, write_text
 from vit_jax.base.bucket_lease import GrowingObject
 from vit_jax.config import Writer
+from vit_jax.data import loading
+from vit_jax.distributed import meshes
 from vit_jax.distributed.processes import Job
 from vit_jax.experiment.build import Experiment
 from vit_jax.experiment.workdirs import EVENTS, METRICS
@@ -318,6 +320,10 @@ def describe_run(experiment: Experiment) -> str:
         f'{multiply_adds / 1e6:,.1f} M multiply-adds per image',
         f'compute {experiment.compute}',
     ]
+    if source.places is not None:
+        sharding = meshes.batch_sharding(experiment.mesh)
+        memory = loading.check_window_memory(source, config.loader, config.batch_size, sharding)
+        lines.insert(1, f'bucket  {memory}; the first batch waits until most of them are read')
     lines += experiment.task.describe(config)
     return '\n'.join([*lines, *experiment.param_group_report])
 

@@ -1,6 +1,7 @@
 """Tar shards in the layout of WebDataset, made here as public sets are."""
 
 import io
+import json
 import re
 import tarfile
 from concurrent import futures
@@ -13,7 +14,7 @@ from vit_jax.base import TransientError, UserError
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import make_reader
 from vit_jax.data.sampling import Examples
-from vit_jax.data.sources import opening, shards
+from vit_jax.data.sources import indexing, opening, shards
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 5, 3), np.uint8)
 JPEGS = [cv2.imencode('.jpg', pixels)[1].tobytes() for pixels in PIXELS]
@@ -171,7 +172,7 @@ def test_missing_shards_are_counted_and_named(tmp_path):
 def test_shards_are_scanned_once_and_again_if_they_change(tmp_path, monkeypatch):
     scanned = []
     scan = shards._scan
-    monkeypatch.setattr(shards, '_scan', lambda path: scanned.append(path) or scan(path))
+    monkeypatch.setattr(shards, '_scan', lambda *shard: scanned.append(shard) or scan(*shard))
     write(tmp_path / 'train.tar', samples(range(12)))
     for _ in range(2):
         source = open_source(tmp_path / 'train.tar')
@@ -199,3 +200,17 @@ def test_class_names_are_those_of_the_file_next_to_the_shards(tmp_path):
     (tmp_path / 'classnames.txt').write_text('cat\ndog\n')
     with pytest.raises(UserError, match='has 2 classes; .* class number 2'):
         open_source(tmp_path / 'train.tar')
+
+
+def test_hosts_share_the_reading_of_shards_unless_they_have_their_own(monkeypatch):
+    """Copies of shards on several hosts have other times of change."""
+    said = []
+    monkeypatch.setattr(indexing, 'gather_texts', lambda name, text: [*said, text])
+    for names, missing, expected in (
+        (['a', 'b', 'c'], [2], [2]),
+        (['a', 'b', 'c'], [0, 2], [0, 2]),
+        (['a', 'b', 'c'], [], [0, 2]),
+        (['a', 'b', 'other'], [1], None),
+    ):
+        assert indexing._find_common_work(names, missing) == expected
+        said.append(json.dumps([indexing._hash_texts(*names), missing]))

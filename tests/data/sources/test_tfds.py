@@ -68,6 +68,26 @@ def test_batches_do_not_depend_on_how_images_are_stored(prepared, kind):
             np.testing.assert_array_equal(one[name], other[name])
 
 
+def upload(bucket, folder, name):
+    for path in folder.iterdir():
+        bucket.put(f'{name}/{path.name}', path.read_bytes(), {})
+    return f'gs://{bucket.name}/{name}'
+
+
+def test_a_set_in_a_bucket_is_the_set_on_the_disk(prepared, bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+    data = upload(bucket, prepared['tfrecord'], 'made/1.2.0')
+    for split in 'train', 'test[20%:60%]':
+        local, remote = (
+            opening.make_opener()(str(one), split) for one in (prepared['tfrecord'], data)
+        )
+        numbers = range(len(local))
+        assert [remote.read(i) for i in numbers] == [local.read(i) for i in numbers]
+        assert remote.labels.tolist() == local.labels.tolist()
+        assert remote.read_names(numbers) == local.read_names(numbers)
+        assert remote.class_names == local.class_names
+
+
 @pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
 def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
     monkeypatch.setenv('TFDS_DATA_DIR', str(prepared[kind].parent.parent))

@@ -15,17 +15,47 @@ import os
 import pathlib
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from vit_jax.base import Int, UserError, files, plural, require, usable
+from vit_jax.base.buckets import BLOCK_BYTES, RangeReader, Ranges
+from vit_jax.base.storage import is_remote
 from vit_jax.data import imagenet_classes
 
 Label = int | np.integer | np.ndarray  # a class number; if multi-label, a row of 0 and 1
-EncodedImage = bytes | np.ndarray  # bytes of an encoded file, or uint8 pixels
+EncodedImage = bytes | memoryview | np.ndarray  # bytes of an encoded file, or uint8 pixels
+
+
+class Places(NamedTuple):
+    """Where images lie in the files of a bucket, which are read in blocks of neighbors."""
+
+    reader: RangeReader
+    file: Int[np.ndarray, 'n']
+    start: Int[np.ndarray, 'n']
+    length: Int[np.ndarray, 'n']
+
+    def select(self, indices: Int[np.ndarray, 'm']) -> 'Places':
+        return Places(self.reader, self.file[indices], self.start[indices], self.length[indices])
+
+    def find_blocks(self, most_images: int) -> Int[np.ndarray, 'b']:
+        """Returns the first image of each block: neighbors within BLOCK_BYTES of a file."""
+        numbers = np.arange(len(self.file))
+        is_first = np.ones(len(self.file), bool)
+        is_first[1:] = (
+            (self.file[1:] != self.file[:-1])
+            | (self.start[1:] // BLOCK_BYTES != self.start[:-1] // BLOCK_BYTES)
+            | (self.start[1:] < self.start[:-1])
+        )
+        in_block = numbers - np.maximum.accumulate(np.where(is_first, numbers, 0))
+        return np.flatnonzero(in_block % most_images == 0)
+
+    def request(self, indices: Int[np.ndarray, 'm']) -> Ranges:
+        """Requests these images together, before `Source.read` reads them."""
+        return self.reader.request(*self.select(indices)[1:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +65,9 @@ class Source:
     `read(i)` returns image i and its label. `name_of(i)` returns its name for messages.
     `label_of(i)` returns only its label, which may be as slow as reading the image. `size_of(i)`
     returns a number that changes with the image, such as the size of its file or a checksum, or -1
-    if it is unknown; it decodes nothing. Resumed runs detect replaced images by this number. `data`
-    and `split` are the names in the configuration (see `make_opener`).
+    if it is unknown; it decodes nothing. Resumed runs detect replaced images by this number.
+    `places` is set if the images lie in a bucket. `data` and `split` are the names in the
+    configuration (see `make_opener`).
     """
 
     count: int  # number of images
@@ -48,6 +79,9 @@ class Source:
     labels_in_memory: bool = False  # False: read from the disk, and `size_of` changes with them
     sizes_in_memory: bool = True  # False: `size_of` accesses the disk
     multi_label: bool = False  # True: labels are rows of 0 and 1, not class numbers
+    places: Places | None = None
+    # Writes the index of all shards of the split next to them; returns the number of written files.
+    write_index: Callable[[], int] | None = None
     data: str = ''
     split: str = ''
 
@@ -113,6 +147,7 @@ class SourceKind(NamedTuple):
     # Takes `config.data` and, with `has_label_columns`, the name of a label column.
     open_splits: Callable[..., Splits]
     has_label_columns: bool = False  # whether the label column can be chosen
+    reads_buckets: bool = False  # whether `config.data` can be in a bucket
 
 
 def labeled_source(
@@ -202,7 +237,43 @@ def _gather(
     }
     fields['labels_in_memory'] = all(source.labels_in_memory for source in sources)
     fields['sizes_in_memory'] = all(source.sizes_in_memory for source in sources)
+    fields['places'] = _gather_places(sources, numbers, indices)
     return dataclasses.replace(sources[0], count=len(indices), **fields)
+
+
+def _gather_places(
+    sources: Sequence[Source], numbers: Int[np.ndarray, 'n'], indices: Int[np.ndarray, 'n']
+) -> Places | None:
+    """Gathers places as `_gather`; None unless all sources lie in the same files."""
+    places = [source.places for source in sources if source.places is not None]
+    if len(places) < len(sources) or any(one.reader is not places[0].reader for one in places):
+        return None
+    firsts = np.cumsum([0, *map(len, sources[:-1])])
+    joined = (np.concatenate(parts) for parts in zip(*(one[1:] for one in places), strict=True))
+    return Places(places[0].reader, *joined).select(firsts[numbers] + indices)
+
+
+def request_ahead(source: Source, *, size: int = 1024) -> Iterator[range]:
+    """Yields parts of the numbers of all images, in order.
+
+    If the images are in a bucket, those of a part and of the next part are requested together.
+    """
+    parts = [range(len(source))[first : first + size] for first in range(0, len(source), size)]
+    if source.places is None:
+        yield from parts
+        return
+    requested = collections.deque[Ranges]()
+    try:
+        for part, following in itertools.zip_longest(parts, parts[1:]):
+            if not requested:
+                requested.append(source.places.request(np.array(part)))
+            if following is not None:
+                requested.append(source.places.request(np.array(following)))
+            yield part
+            requested.popleft().release()
+    finally:
+        for ranges in requested:
+            ranges.release()
 
 
 _SLICE = re.compile(r'([^\[\]]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?')
@@ -313,6 +384,10 @@ def warn_once(text: str) -> None:
 
 def make_names_relative(names: Sequence[str], data: str) -> list[str]:
     """Removes the folder of the data from file names, so that they do not change if it moves."""
+    if is_remote(data):
+        is_pattern = '{' in data or data.endswith('.tar')
+        folder = os.path.dirname(data.partition('{')[0]) if is_pattern else data.rstrip('/')
+        return [name.removeprefix(f'{folder}/') for name in names]
     path = pathlib.Path(data)
     inner, outer = (f'{folder}{os.sep}' for folder in (path, path.parent))
     start = len(inner)

@@ -11,7 +11,7 @@ import os
 import pathlib
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class _Member(NamedTuple):
     size: int
 
 
-def _members(file: IO[bytes], start: int = 0) -> Iterator[_Member]:
+def _members(file: io.BufferedIOBase, start: int = 0) -> Iterator[_Member]:
     """Yields the members of a tar archive that starts at byte `start`, with offsets in the file."""
     file.seek(start)
     with tarfile.open(fileobj=file, mode='r:') as tar:

@@ -13,7 +13,7 @@ import numpy as np
 
 from vit_jax.base import records, require
 from vit_jax.base.array_types import Bool
-from vit_jax.base.errors import MissingFile, UserError, plural, raise_all
+from vit_jax.base.errors import MissingFile, UserError, plural, raise_all, redact_url
 from vit_jax.base.storage import is_remote, usable
 from vit_jax.data.sources import folders
 from vit_jax.data.sources.base import (
@@ -45,8 +45,8 @@ _TEST_SPLIT_HINT = (
 )
 _SMALL_CLASS = 100  # classes with at most this many images hold out exactly the fraction
 _REMOTE = (
-    'images cannot be read from a bucket; copy them to a disk of every host (gcloud storage '
-    'rsync -r), or mount the bucket read-only (gcsfuse -o ro --implicit-dirs), and use that folder'
+    'neither shards (*.tar) nor a folder that TFDS prepared; write images as shards, or copy them '
+    'to a disk of every host (gcloud storage rsync -r)'
 )
 
 
@@ -153,8 +153,20 @@ def open_splits(
     Raises:
       UserError: If no kind recognizes `data`, or if it has no label columns to choose from.
     """
-    require(not is_remote(data), f'data={data!r}: {_REMOTE}')
+    splits = open_stored_splits(data, label_column=label_column)
+    return _with_held_out(splits, held_out or HeldOut(), data)
+
+
+def open_stored_splits(data: str, *, label_column: str | None = None) -> Splits:
+    """Returns functions that open the splits of a data set as `open_splits`, none held out."""
+    require(
+        not is_remote(data) or data.startswith('gs://'),
+        f'data={redact_url(data)!r}: expected a folder or file on a disk, or in a bucket of Google '
+        'Cloud Storage (gs://BUCKET/FOLDER)',
+    )
     kind = _find_kind(data)
+    if kind is None and is_remote(data):
+        raise MissingFile(f'data={data!r}: {_REMOTE}')
     if kind is None:
         wrong = 'unknown kind of data' if os.path.exists(data) else 'no such file or folder'
         raise MissingFile(f'data={data!r}: {wrong}; expected {EXPECTED}')
@@ -163,13 +175,15 @@ def open_splits(
         kind.has_label_columns or not columns,
         f'labels={label_column!r}: expected FILE.json, because {data} has no label columns',
     )
-    return _with_held_out(kind.open_splits(data, *columns), held_out or HeldOut(), data)
+    return kind.open_splits(data, *columns)
 
 
 def require_outside(folder: str, *data: str | DataFunction | None) -> None:
     """Raises UserError if files written to a folder would be read as input images."""
     for one in data:
-        if isinstance(one, str) and _find_kind(one) is folders.KIND and not is_remote(folder):
+        if not isinstance(one, str) or is_remote(one) or is_remote(folder):
+            continue
+        if _find_kind(one) is folders.KIND:
             with contextlib.suppress(OSError):  # a folder that cannot be read is named later
                 require(
                     not folders.would_be_class(folder, one),
@@ -179,7 +193,8 @@ def require_outside(folder: str, *data: str | DataFunction | None) -> None:
 
 def _find_kind(data: str) -> SourceKind | None:
     """Returns the first kind of data that recognizes `data`."""
-    return next((kind for kind in KINDS if kind.recognizes(data)), None)
+    kinds = [kind for kind in KINDS if kind.reads_buckets or not is_remote(data)]
+    return next((kind for kind in kinds if kind.recognizes(data)), None)
 
 
 def _with_held_out(splits: Splits, held_out: HeldOut, data: str) -> Splits:

@@ -1,74 +1,43 @@
 """Reads images from tar shards in the layout of WebDataset, such as train-{0000..1023}.tar.
 
 The neighbors of a shard whose names are equal up to the first dot are a sample: an image, and its
-class number in a file .cls. Tar files have no table of contents, so each shard is read once, and an
-index of its samples is kept in the user's cache.
+class number in a file .cls. Tar files have no table of contents (see indexing.py).
 """
 
 import functools
-import hashlib
 import io
 import itertools
-import json
 import os
-import pathlib
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
 
-from vit_jax.base import (
-    Int,
-    MissingFile,
-    TransientError,
-    UserError,
-    make_folder,
-    plural,
-    require,
-    usable,
-    write_bytes,
-)
-from vit_jax.base.files import (
-    cache_folder,
-    decode_path,
-    open_file,
-    read_range,
-    read_text,
-    require_tar_end,
-)
-from vit_jax.base.npz import open_npz
+from vit_jax.base import Int, UserError, plural, require, usable
+from vit_jax.base.files import Limit, require_tar_end
 from vit_jax.data import imagenet_classes
 from vit_jax.data.image_decoding import formats_by_extension
-from vit_jax.data.sources.base import EncodedImage, Source, SourceKind, Splits, warn_once
+from vit_jax.data.sources.base import Source, SourceKind, Splits, warn_once
+from vit_jax.data.sources.indexing import (
+    FileOpener,
+    Sample,
+    file_opener,
+    list_folders,
+    load_index,
+    open_source,
+    read_optional_text,
+)
 
 CLASS_NAMES = 'classnames.txt'  # a line per class, next to the shards
-_VERSION = 1  # of the index
+_FORM = 'webdataset'  # of the index
 _COMPRESSED = re.compile(r'\.(tgz|tar\.(gz|bz2|xz|zst))$', re.IGNORECASE)
 _SHARD = re.compile(r'\.(tar|tgz|tar\.(gz|bz2|xz|zst))$', re.IGNORECASE)
 _RANGE = re.compile(r'\{(\d+)\.\.(\d+)\}')
 _KEY = re.compile(r'((?:.*/)?[^./][^.]*)\.([^/]*)')  # a name up to its first dot, and the rest
 _SPLITS = 'train', 'training', 'val', 'validation', 'valid', 'test', 'testing'
-
-
-class _Sample(NamedTuple):
-    """The image of a sample: its name in the shard, its bytes there, and its class number."""
-
-    name: str
-    offset: int
-    length: int
-    label: int | None
-
-
-class _Index(NamedTuple):
-    """The samples of all shards of a split."""
-
-    names: list[str]
-    shard: Int[np.ndarray, 'n']  # numbers of the shards
-    offset: Int[np.ndarray, 'n']
-    length: Int[np.ndarray, 'n']
-    label: Int[np.ndarray, 'n']  # -1: no class
 
 
 def expand(pattern: str) -> list[str]:
@@ -92,18 +61,16 @@ def _recognizes(data: str) -> bool:
 
 def _find_shards(root: str) -> dict[str, list[str]]:
     """Finds the shards of each split in a folder, or in a folder per split; {} for other data."""
-    if not os.path.isdir(root):
-        return {}
     shards: dict[str, list[str]] = {}
-    for entry in os.scandir(root):
-        if entry.is_dir():
-            inside = [name for name in os.listdir(entry.path) if _SHARD.search(name)]
-            if not inside and not entry.name.startswith(('.', '_')):
-                return {}  # class folders, perhaps with a tar file next to them
-            if inside:
-                shards[entry.name] = [os.path.join(entry.path, name) for name in inside]
-        elif _SHARD.search(entry.name):
-            shards.setdefault(_split_of(entry.name), []).append(entry.path)
+    for folder, paths in list_folders(root):
+        inside = [path for path in paths if _SHARD.search(path)]
+        if not folder:
+            for path in inside:
+                shards.setdefault(_split_of(path), []).append(path)
+        elif inside:
+            shards[folder] = inside
+        elif not folder.startswith(('.', '_')):
+            return {}  # class folders, perhaps with a tar file next to them
     return {split: sorted(shards[split]) for split in sorted(shards)}
 
 
@@ -114,77 +81,44 @@ def _split_of(path: str) -> str:
 
 
 def _open_splits(data: str) -> Splits:
-    if os.path.isdir(data):
-        shards = _find_shards(data)
-        root = pathlib.Path(data)
-    else:
+    if _SHARD.search(data):
         shards = {_split_of(data): expand(data)}
-        root = pathlib.Path(data).parent
+        root = os.path.dirname(data.partition('{')[0]) or '.'
+    else:
+        shards = _find_shards(data)
+        root = data.rstrip('/')
     for path in itertools.chain.from_iterable(shards.values()):
         require(
             not _COMPRESSED.search(path),
             f'{path}: a compressed archive, whose images cannot be read alone; decompress it',
         )
+    open_files = file_opener(data, root, shards)
     return {
-        split: functools.partial(_open_split, data, root, paths) for split, paths in shards.items()
+        split: functools.partial(_open_split, data, root, split, open_files) for split in shards
     }
 
 
-KIND = SourceKind('SHARD-{0000..1023}.tar', _recognizes, _open_splits)
+KIND = SourceKind('SHARD-{0000..1023}.tar', _recognizes, _open_splits, reads_buckets=True)
 
 
-def _open_split(data: str, root: pathlib.Path, paths: Sequence[str]) -> Source:
-    missing = [path for path in paths if not os.path.isfile(path)]
-    if missing:
-        raise MissingFile(
-            f'{data}: {plural(len(missing), "shard")} of {len(paths):,} missing, such as '
-            f'{missing[0]}'
-        )
-    states = [_state(os.stat(path)) for path in paths]
-    index = _load_index(data, paths, states)
-    has_label = index.label >= 0
-    if has_label.any() and not has_label.all():
-        where = _name(paths, index, int(np.argmin(has_label)))
-        raise UserError(f'{where}: has no .cls, unlike {plural(int(has_label.sum()), "sample")}')
-
-    def read(number: int) -> tuple[EncodedImage, int]:
-        shard = int(index.shard[number])
-        descriptor = os.open(paths[shard], os.O_RDONLY)
-        try:
-            if _state(os.fstat(descriptor)) != states[shard]:  # no error of this image alone
-                raise TransientError(f'{paths[shard]}: was replaced; run the same command again')
-            image = read_range(descriptor, int(index.length[number]), int(index.offset[number]))
-            return image, int(index.label[number])
-        finally:
-            os.close(descriptor)
-
-    return Source(
-        count=len(index.names),
-        class_names=_class_names(root, index.label, data) if has_label.all() else (),
-        read=read,
-        name_of=lambda number: _name(paths, index, number),
-        label_of=lambda number: int(index.label[number]),
-        size_of=lambda number: int(index.length[number]),
-        labels_in_memory=True,
-    )
+def _open_split(data: str, root: str, split: str, open_files: FileOpener) -> Source:
+    files, numbers = open_files(split)
+    index = load_index(files, numbers, _scan, form=_FORM, data=data)
+    has_class = index.num_classes_each > 0
+    if has_class.any() and not has_class.all():
+        number = int(np.argmin(has_class))
+        where = f'{files.paths[index.shard[number]]}:{index.name(number)}'
+        raise UserError(f'{where}: has no .cls, unlike {plural(int(has_class.sum()), "sample")}')
+    class_names = _class_names(root, index.classes, data) if has_class.all() else ()
+    return open_source(files, numbers, index, class_names, form=_FORM)
 
 
-def _state(status: os.stat_result) -> tuple[int, int]:
-    """Returns what differs if a shard was replaced: size and time of change."""
-    return status.st_size, status.st_mtime_ns
-
-
-def _name(paths: Sequence[str], index: _Index, number: int) -> str:
-    return f'{decode_path(paths[index.shard[number]])}:{index.names[number]}'
-
-
-def _class_names(root: pathlib.Path, labels: Int[np.ndarray, 'n'], data: str) -> tuple[str, ...]:
+def _class_names(root: str, labels: Int[np.ndarray, 'n'], data: str) -> tuple[str, ...]:
     """Returns the names in classnames.txt, ImageNet's of 1,000 classes, or else the numbers."""
     count = int(labels.max()) + 1
-    path = root / CLASS_NAMES
-    if path.is_file():
-        with usable(path):
-            names = read_text(path).splitlines()
+    path = os.path.join(root, CLASS_NAMES)
+    if (text := read_optional_text(path)) is not None:
+        names = text.splitlines()
         require(
             count <= len(names),
             f'{path}: has {len(names)} classes; {data} has the class number {count - 1}',
@@ -196,74 +130,70 @@ def _class_names(root: pathlib.Path, labels: Int[np.ndarray, 'n'], data: str) ->
     return tuple(map(str, range(count)))
 
 
-def _load_index(data: str, paths: Sequence[str], states: Sequence[tuple[int, int]]) -> _Index:
-    """Reads the index from the cache, or makes it by reading the shards."""
-    key = json.dumps([_VERSION, [*map(os.path.realpath, paths)], states])
-    file = cache_folder() / 'shards' / f'{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz'
-    if file.is_file():
-        with usable(file, 'an index of shards; delete it'):
-            arrays = {name: array.read() for name, array in open_npz(file).items()}
-            names = arrays.pop('names').tobytes().decode('utf-8', 'surrogateescape')
-            return _Index(names=names.split('\0')[:-1], **arrays)
-    warn_once(f'{data}: makes an index of {plural(len(paths), "shard")} in {file}')
-    samples = [(number, sample) for number, path in enumerate(paths) for sample in _scan(path)]
-    require(bool(samples), f'{data}: no images in {plural(len(paths), "shard")}')
-    index = _Index(
-        names=[sample.name for _, sample in samples],
-        shard=np.array([number for number, _ in samples], np.int32),
-        offset=np.array([sample.offset for _, sample in samples], np.int64),
-        length=np.array([sample.length for _, sample in samples], np.int64),
-        label=np.array([-1 if s.label is None else s.label for _, s in samples], np.int64),
-    )
-    text = ''.join(f'{name}\0' for name in index.names).encode('utf-8', 'surrogateescape')
-    buffer = io.BytesIO()
-    np.savez(buffer, **index._asdict() | {'names': np.frombuffer(text, np.uint8)})
-    try:
-        make_folder(file.parent)
-        write_bytes(file, buffer.getvalue())
-    except UserError as error:
-        warn_once(f'{error}; VIT_JAX_CACHE sets another folder for the index of shards')
-    return index
+class _Member(NamedTuple):
+    """A file of a shard, with the class number or the checksum of the image that it contains."""
+
+    key: str  # the name of its sample
+    kind: str  # its extension
+    info: tarfile.TarInfo
+    value: int | None
 
 
-def _scan(path: str) -> Iterator[_Sample]:
+def _scan(path: str, file: io.BufferedIOBase) -> Iterator[Sample]:
     """Yields the samples of a shard that have an image."""
-    with usable(path, 'a complete tar file'), open_file(path) as file:
+    with usable(path, 'a complete tar file'):
         with tarfile.open(fileobj=file, mode='r:') as tar:
-            for key, members in itertools.groupby(_members(tar), key=lambda member: member[0]):
-                sample = _read_sample(path, key, [(kind, info) for _, kind, info in members], tar)
+            members = _read_members(path, tar)
+            for key, of_sample in itertools.groupby(members, key=lambda member: member.key):
+                sample = _find_sample(path, key, [*of_sample])
                 if sample is not None:
                     yield sample
             require_tar_end(file, tar)
 
 
-def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
-    """Yields key, extension and header of the files in an archive."""
+def _read_members(path: str, tar: tarfile.TarFile) -> Iterator[_Member]:
+    """Yields the files of an archive, reading images and classes from start to end."""
     for info in tar:
         match = _KEY.fullmatch(info.name)  # None: a file without an extension, such as metadata
-        if info.isfile() and not info.issparse() and match:
-            yield match[1], match[2].lower(), info
+        if not info.isfile() or info.issparse() or not match:
+            continue
+        key, kind = match[1], match[2].lower()
+        value = None
+        if f'.{kind}' in formats_by_extension():
+            require(
+                info.size <= Limit.IMAGE_BYTES,
+                f'{path}: {info.name} has {info.size:,} bytes; expected at most '
+                f'{Limit.IMAGE_BYTES:,}',
+            )
+            value = google_crc32c.value(_read_member(tar, info, info.size))
+        elif kind == 'cls':
+            text = _read_member(tar, info, 32)
+            require(
+                re.fullmatch(rb'\s*\d{1,9}\s*', text) is not None,
+                f'{path}: {key}.cls: got {text!r:.40}; expected a class number',
+            )
+            value = int(text)
+        yield _Member(key, kind, info, value)
 
 
-def _read_sample(
-    path: str, key: str, members: Sequence[tuple[str, tarfile.TarInfo]], tar: tarfile.TarFile
-) -> _Sample | None:
-    kinds = [kind for kind, _ in members]
+def _read_member(tar: tarfile.TarFile, info: tarfile.TarInfo, size: int) -> bytes:
+    file: Any = tar.extractfile(info)
+    contents: bytes = file.read(size)
+    return contents
+
+
+def _find_sample(path: str, key: str, members: Sequence[_Member]) -> Sample | None:
+    kinds = [member.kind for member in members]
     for kind in kinds:
         require(kinds.count(kind) == 1, f'{path}: two files {key}.{kind}; expected one per sample')
-    by_kind = dict(members)
-    images = [kind for kind in kinds if f'.{kind}' in formats_by_extension()]
-    require(len(images) <= 1, f'{path}: {key} has several images: {", ".join(images)}')
+    images = [member for member in members if f'.{member.kind}' in formats_by_extension()]
+    require(
+        len(images) <= 1,
+        f'{path}: {key} has several images: {", ".join(image.kind for image in images)}',
+    )
     if not images:
         return None
-    info = by_kind[images[0]]
-    label = None
-    if 'cls' in by_kind:
-        stored: Any = tar.extractfile(by_kind['cls'])
-        text = stored.read(32)
-        require(
-            re.fullmatch(rb'\s*\d{1,9}\s*', text) is not None,
-            f'{path}: {key}.cls: got {text!r:.40}; expected a class number',
-        )
-        label = int(text)
-    return _Sample(info.name, info.offset_data, info.size, label)
+    _, _, info, checksum = images[0]
+    classes = tuple(m.value for m in members if m.kind == 'cls' and m.value is not None)
+    assert checksum is not None
+    return Sample(info.name, info.offset_data, info.size, checksum, classes)

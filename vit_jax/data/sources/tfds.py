@@ -4,11 +4,14 @@ TFDS's own data source reads ArrayRecord files. This module reads TFRecord files
 existing folders have. Images stay encoded; image_decoding.py decodes them.
 """
 
+import contextlib
 import functools
+import io
 import operator
 import os
 import pathlib
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +20,12 @@ import google_crc32c
 import numpy as np
 
 from vit_jax.base import Int, UInt8, UserError, records, require, usable
+from vit_jax.base.buckets import list_files, read_bucket_file
 from vit_jax.base.files import open_file, read_range, require_file
+from vit_jax.base.storage import is_remote
 from vit_jax.data.image_decoding import open_with_pillow, read_header
 from vit_jax.data.sources.base import EncodedImage, Label, Source, SourceKind, Splits, multi_hot
+from vit_jax.data.sources.indexing import Sample, file_opener, load_index, open_source
 
 _PREFIX = 'tfds:'
 INFO = 'dataset_info.json'
@@ -38,6 +44,9 @@ class LabelReader(NamedTuple):
 
 
 def _recognizes(data: str) -> bool:
+    if is_remote(data):
+        path = f'{data.rstrip("/")}/{INFO}'
+        return any(file.url == path for file in list_files(path))
     return data.startswith(_PREFIX) or os.path.isfile(os.path.join(data, INFO))
 
 
@@ -63,7 +72,13 @@ def find_prepared(full_name: str) -> str:
 
 def data_dir() -> pathlib.Path:
     """Returns the folder of prepared data sets: TFDS_DATA_DIR, or ~/tensorflow_datasets."""
-    return pathlib.Path(os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')).expanduser()
+    folder = os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')
+    require(
+        not is_remote(folder),
+        f'TFDS_DATA_DIR={folder}: expected a folder on a disk; to read from a bucket, set the data '
+        'to gs://BUCKET/NAME/VERSION',
+    )
+    return pathlib.Path(folder).expanduser()
 
 
 def _import_tfds() -> Any:
@@ -88,15 +103,19 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
       UserError: If the file format is not supported, or a column does not exist.
     """
     root = find_prepared(data.removeprefix(_PREFIX)) if data.startswith(_PREFIX) else data
-    library = _import_tfds()
-    with usable(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
-        builder = library.builder_from_directory(root)
-        info = builder.info
-        file_format = info.file_format.value
+    root = root.rstrip('/')
+    builder = _open_builder(root)
+    info = builder.info
+    file_format = info.file_format.value
     if file_format not in ('array_record', 'tfrecord'):
         raise UserError(f'{root}: file format {file_format}; expected array_record or tfrecord')
+    library = _import_tfds()
     images = [n for n, k in info.features.items() if isinstance(k, library.features.Image)]
     decoders = {name: library.decode.SkipDecoding() for name in images}  # keeps images encoded
+
+    if is_remote(root):
+        require(file_format == 'tfrecord', f'{root}: {file_format} in a bucket; expected tfrecord')
+        return _open_remote_splits(root, info, images, decoders, label)
 
     def open_split(split: str) -> Source:
         if file_format == 'array_record':
@@ -107,11 +126,7 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
             read_example = stored.__getitem__
         else:
             crcs, read_record = read_tfrecords(info.splits[split].filepaths)
-            num_examples = info.splits[split].num_examples
-            require(
-                len(crcs) == num_examples,
-                f'{root}: {split} has {len(crcs)} records; {INFO} says {num_examples}',
-            )
+            _require_count(root, split, len(crcs), info)
 
             def read_example(index: int) -> Example:
                 return info.features.deserialize_example_np(read_record(index), decoders=decoders)
@@ -133,7 +148,87 @@ def open_splits(data: str, label: str | LabelReader | None = None) -> Splits:
     return {split: functools.partial(open_split, split) for split in info.splits}
 
 
-KIND = SourceKind('tfds:NAME', _recognizes, open_splits, has_label_columns=True)
+KIND = SourceKind('tfds:NAME', _recognizes, open_splits, has_label_columns=True, reads_buckets=True)
+
+
+def _open_builder(root: str) -> Any:
+    """Opens a folder; only its small files if it is in a bucket."""
+    library = _import_tfds()
+    with contextlib.ExitStack() as stack:
+        folder = root
+        if is_remote(root):
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            for file in list_files(f'{root}/'):
+                name = file.url.removeprefix(f'{root}/')
+                if '/' not in name and name.endswith(('.json', '.txt')):
+                    pathlib.Path(folder, name).write_bytes(read_bucket_file(file))
+        with usable(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
+            return library.builder_from_directory(folder)
+
+
+def _open_remote_splits(
+    root: str, info: Any, images: Sequence[str], decoders: Any, label: str | LabelReader | None
+) -> Splits:
+    """Returns the splits of a folder in a bucket, whose records are found by reading them once."""
+    open_files = file_opener(
+        root,
+        root,
+        {
+            name: [f'{root}/{path}' for path in split.filenames]
+            for name, split in info.splits.items()
+        },
+    )
+
+    def open_split(split: str) -> Source:
+        name = f'tfds:{info.full_name}/{split}'
+        image, labels = _find_columns(info.features, images, name, label)
+        is_float = info.features[image].np_dtype == np.float32
+
+        def scan(path: str, file: io.BufferedIOBase) -> Iterator[Sample]:
+            for start, record in _read_records(path, file):
+                example = info.features.deserialize_example_np(record, decoders=decoders)
+                try:
+                    stored, classes = _check_example(example, image, labels, name)
+                except UserError as error:
+                    where = f'{path}: the record at byte {start - _HEADER.size}'
+                    raise UserError(f'{where}: {error}') from error
+                place = start + record.index(stored)
+                yield Sample('', place, len(stored), google_crc32c.value(stored), classes)
+
+        files, numbers = open_files(split)
+        form = f'tfds:{image}:{label}:{",".join(labels.class_names)}'
+        index = load_index(files, numbers, scan, form=form, data=root)
+        _require_count(root, split, len(index), info)
+        return open_source(
+            files,
+            numbers,
+            index,
+            labels.class_names,
+            form=form,
+            multi_label=labels.multi_label,
+            name_of=lambda number: f'{name}[{number}]',
+            convert=_to_gray if is_float else None,
+        )
+
+    return {split: functools.partial(open_split, split) for split in info.splits}
+
+
+def _require_count(root: str, split: str, count: int, info: Any) -> None:
+    expected = info.splits[split].num_examples
+    require(count == expected, f'{root}: {split} has {count} records; {INFO} says {expected}')
+
+
+def _read_records(path: str, file: io.BufferedIOBase) -> Iterator[tuple[int, bytes]]:
+    """Yields the place and the bytes of each record of a TFRecord file, after its checksums."""
+    start = _HEADER.size
+    while header := file.read(_HEADER.size):
+        length = _read_length(path, header, start - _HEADER.size)
+        stored = file.read(length + 4)
+        checksum = int.from_bytes(stored[length:], 'little')
+        if len(stored) < length + 4 or masked_crc(stored[:length]) != checksum:
+            raise UserError(f'{path}: the record at byte {start - _HEADER.size} is damaged')
+        yield start, stored[:length]
+        start += length + 4 + _HEADER.size
 
 
 def _read_image(
@@ -148,12 +243,22 @@ def _read_image(
         example = read_example(index)
     except RuntimeError as error:  # ArrayRecord verifies checksums
         raise UserError(f'damaged: {error}') from error
+    image, classes = _check_example(example, image_column, labels, split)
+    if is_float:
+        image = _to_gray(image)
+    if labels.multi_label:
+        return image, multi_hot([classes], len(labels.class_names))[0]
+    return image, classes[0]
+
+
+def _check_example(
+    example: Example, image_column: str, labels: LabelReader, split: str
+) -> tuple[Any, tuple[int, ...]]:
+    """Returns the stored image of an example, and its class numbers."""
     image = example[image_column]
     label = labels.read(example)
     if image is None or label is None:
         raise UserError('damaged: the record lacks an image or a label')
-    if is_float:
-        image = _to_gray(image)
     numbers = np.atleast_1d(np.asarray(label, int))
     num_classes = len(labels.class_names)
     out_of_range = numbers[(numbers < 0) | (numbers >= num_classes)]
@@ -161,18 +266,16 @@ def _read_image(
         raise UserError(
             f'label {out_of_range[0]}; expected 0 to {num_classes - 1}; is {split} unlabeled?'
         )
-    if labels.multi_label:
-        return image, multi_hot([numbers.tolist()], num_classes)[0]
-    return image, int(numbers[0])
+    return image, tuple(numbers.tolist())
 
 
-def _to_gray(stored: bytes) -> UInt8[np.ndarray, 'h w']:
+def _to_gray(stored: bytes | memoryview) -> UInt8[np.ndarray, 'h w']:
     """Converts a float32 image, which TFDS stores as a PNG of its bytes in four channels.
 
     Raises UserError if the values are not between 0 and 1.
     """
     read_header(stored)  # bounds the number of pixels
-    channels = np.asarray(open_with_pillow(stored))
+    channels = np.asarray(open_with_pillow(bytes(stored)))
     require(
         channels.dtype == np.uint8 and channels.shape[2:] == (4,),
         'expected the PNG of a float32 image, with four channels',
@@ -259,11 +362,7 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int
     offset = 0
     header = read_range(file, _HEADER.size, 0)
     while header:
-        if len(header) < _HEADER.size:
-            raise UserError(f'{path}: the file ends within the record at byte {offset}')
-        length, checksum = _HEADER.unpack(header)
-        if checksum != masked_crc(header[:8]):
-            raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
+        length = _read_length(path, header, offset)
         end = offset + _HEADER.size + length
         # The checksum of this record, and the header of the next one.
         following = read_range(file, 4 + _HEADER.size, end) if end < size else b''
@@ -272,6 +371,16 @@ def _find_records(path: str | os.PathLike[str], file: int) -> Iterator[tuple[int
         yield offset, length, int.from_bytes(following[:4], 'little')
         offset = end + 4
         header = following[4:]
+
+
+def _read_length(path: str | os.PathLike[str], header: bytes, offset: int) -> int:
+    """Returns the length of a record from its header, after its checksum."""
+    if len(header) < _HEADER.size:
+        raise UserError(f'{path}: the file ends within the record at byte {offset}')
+    length, checksum = _HEADER.unpack(header)
+    if checksum != masked_crc(header[:8]):
+        raise UserError(f'{path}: the length of the record at byte {offset} is damaged')
+    return int(length)
 
 
 def masked_crc(data: bytes) -> int:

@@ -374,3 +374,30 @@ def test_an_index_reads_each_block_once(shards, bucket):
     assert len(read_blocks) == len({*read_blocks}) > 3 * len(COUNTS)
     size = sum(len(bucket.objects[name].data) for name in bucket.names())
     assert sum(stop - start for _, start, stop in read_blocks) == size
+
+
+def test_a_block_is_in_one_shard_and_an_eighth_of_a_lane_in_a_window_at_most(shards):
+    source = open_split()
+    windows = loading.make_windows(source, LoaderConfig(shuffle_gb=gb(128)), 4)
+    firsts = loading.find_blocks(source, windows)
+    assert windows.size == 32 and max(np.diff([*firsts, N])) == 4
+    assert {*np.cumsum([0, *COUNTS[:-1]])} <= {*firsts}
+    whole = source.places.find_blocks(N)  # blocks of BLOCK_BYTES
+    starts = source.places.start
+    spans = starts[np.append(whole[1:], N) - 1] - starts[whole]
+    assert max(spans) < 2**14 and np.median(spans) > 2**13
+
+
+def test_another_layout_of_equal_images_is_another_set(shards, bucket, tmp_path):
+    """The order of a bucket depends on it, and a run that is resumed compares sizes."""
+    before = open_split()
+    stored = read(before)
+    members = [('0.json', b'{}')]
+    for i in range(40):
+        members += [(f'{i:04}.cls', str(i % 7).encode()), (f'{i:04}.jpg', JPEGS[i])]
+    write(tmp_path / 'train-00.tar', members)
+    bucket.put('set/train-00.tar', (tmp_path / 'train-00.tar').read_bytes(), {})
+    after = open_split()
+    assert read(after) == stored
+    sizes = [source.read_sizes(range(N)) for source in (before, after)]
+    assert (sizes[0] != sizes[1]).tolist() == [i < 40 for i in range(N)]

@@ -229,10 +229,13 @@ def test_a_thread_holds_few_bytes_of_stored_images(monkeypatch):
 
 @pytest.mark.parametrize('batch_size', [4, 8, 32])
 def test_small_batches_are_read_by_all_threads(batch_size):
-    barrier = threading.Barrier(16, timeout=60)
+    """The first read ends when 16 threads read."""
+    started, all_read = itertools.count(1), threading.Event()
 
     def read(index):
-        barrier.wait()
+        if next(started) == 16:
+            all_read.set()
+        assert all_read.wait(60)
         return SOURCE.read(index)
 
     batches = loading.training_batches(

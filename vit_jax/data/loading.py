@@ -651,10 +651,8 @@ def host_batches(
         while pending:
             step, future = pending.popleft()
             batch = future.result()
-            if step == steps.start:
-                pool.submit(windows.request, windows.next_start(step))
-            if windows.release(step):
-                pool.submit(windows.request, windows.next_start(step) + sampler.steps_per_window)
+            for later_step in windows.release(step):
+                pool.submit(windows.request, later_step)
             pending.extend((step, pool.submit(load, step)) for step in itertools.islice(later, 1))
             yield batch
     finally:
@@ -680,10 +678,6 @@ class _RequestedWindows:
         self._lock = threading.Lock()
         self._windows: dict[int, Ranges] = {}
         self._is_closed = False
-
-    def next_start(self, step: int) -> int:
-        """Returns the first step of the next window."""
-        return (step // self._size + 1) * self._size
 
     def request(self, step: int) -> None:
         """Requests the images of the window of a step, unless they are requested."""
@@ -718,12 +712,19 @@ class _RequestedWindows:
                     logged = time.monotonic()
                     logging.warning('%s: %d of %d MB', text, arrived / 1e6, size / 1e6)
 
-    def release(self, step: int) -> bool:
-        """Drops the window of a step if it is the last one in it. Returns whether it is."""
+    def release(self, step: int) -> list[int]:
+        """Drops the window of a step if it is the last one in it.
+
+        Returns a step of each window that is to be requested next.
+        """
+        if self._request is None:
+            return []
+        window = step // self._size
         is_last = (step + 1) % self._size == 0
-        if is_last and (window := self._windows.pop(step // self._size, None)):
-            window.release()
-        return is_last
+        if is_last and (ranges := self._windows.pop(window, None)):
+            ranges.release()
+        first = [window + 1] if step == self._steps.start else []
+        return [number * self._size for number in [*first, *([window + 2] if is_last else [])]]
 
     def close(self, running: Sequence[futures.Future[Batch]]) -> None:
         """Cancels all requests, and drops all windows when these batches no longer need them."""

@@ -401,3 +401,25 @@ def test_another_layout_of_equal_images_is_another_set(shards, bucket, tmp_path)
     assert read(after) == stored
     sizes = [source.read_sizes(range(N)) for source in (before, after)]
     assert (sizes[0] != sizes[1]).tolist() == [i < 40 for i in range(N)]
+
+
+def test_a_window_that_was_released_is_not_requested_again(shards):
+    """A thread that requests windows ahead may be late."""
+    source = open_split()
+    requested = []
+
+    def request(examples):
+        requested.append(examples.index.tolist())
+        return source.places.request(examples.index)
+
+    windows = loading._RequestedWindows(
+        request, lambda steps: Examples.of(np.array(steps)), range(2, 9), steps_per_window=3
+    )
+    windows.request(2)
+    assert windows.release(2) == [3, 6]
+    for step in 0, 2, 3, 5, 6, 9:
+        windows.request(step)
+    assert requested == [[2], [3, 4, 5], [6, 7, 8]]
+    assert [windows.release(step) for step in (3, 4, 5)] == [[], [], [9]]
+    windows.close([])
+    assert not source.places.reader._requested

@@ -677,6 +677,7 @@ class _RequestedWindows:
         self._size = steps_per_window
         self._lock = threading.Lock()
         self._windows: dict[int, Ranges] = {}
+        self._first = steps.start // steps_per_window  # earlier windows are released
         self._is_closed = False
 
     def request(self, step: int) -> None:
@@ -689,7 +690,7 @@ class _RequestedWindows:
         with self._lock:
             if self._is_closed:
                 raise futures.CancelledError  # codespell:ignore
-            if number not in self._windows:
+            if number not in self._windows and number >= self._first:
                 self._windows[number] = self._request(self._find(steps))
 
     def wait_for_first(self, batch: futures.Future[Batch]) -> None:
@@ -721,8 +722,12 @@ class _RequestedWindows:
             return []
         window = step // self._size
         is_last = (step + 1) % self._size == 0
-        if is_last and (ranges := self._windows.pop(window, None)):
-            ranges.release()
+        if is_last:
+            with self._lock:  # another thread may be about to request it
+                self._first = window + 1
+                ranges = self._windows.pop(window, None)
+            if ranges is not None:
+                ranges.release()
         first = [window + 1] if step == self._steps.start else []
         return [number * self._size for number in [*first, *([window + 2] if is_last else [])]]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from vit_jax.data import image_decoding, image_preprocessing, sampling
+from vit_jax.data import image_decoding, image_preprocessing, loading, sampling
 from vit_jax.data.image_decoding import decode, decode_region
 from vit_jax.data.image_preprocessing import InceptionCrop
 from vit_jax.data.loading import ImageReader
@@ -112,6 +112,13 @@ def test_crops_do_not_depend_on_how_many_are_decoded_at_once(with_decoder, monke
     together = crops(encoded())
     monkeypatch.setattr(image_preprocessing, '_MOST_PIXELS', PHOTO.size // 12)
     assert crops(encoded()) == together
+
+
+def test_files_that_the_decoder_can_read_are_decoded_once(with_decoder, monkeypatch):
+    with_decoder(True)
+    expected = crops(encoded())
+    monkeypatch.delattr(loading, 'decode_and_crop')
+    assert crops(encoded()) == expected
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -7,7 +7,7 @@ python -m benchmarks.bucket speed SHARDS            images per CPU second from t
 python -m benchmarks.bucket run SHARDS COMMAND ...  runs a command for which gs://bucket/shards has
                                                     the files of SHARDS
 
-The server is a process of its own, without TLS and without the delay of a network.
+The server is another process on this machine, without TLS and without the delay of a network.
 """
 
 import argparse

@@ -61,7 +61,7 @@ def open_split(data=DATA, split='train', **options):
 
 
 def gb(images):
-    """The size of a window of so many images; a little more, for rounding."""
+    """Returns the size of a window with this number of images, rounded up a little."""
     return float((images + 0.1) * np.mean([*map(len, JPEGS)]) / 2**30)
 
 

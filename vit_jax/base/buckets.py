@@ -14,7 +14,6 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent import futures
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -115,7 +114,7 @@ class _Reply:
             raise TransientError('a request to the bucket was stopped') from error
 
 
-class Ranges:
+class Ranges(contextlib.AbstractContextManager['Ranges']):
     """Ranges that are requested together. As a context manager, releases their bytes on exit."""
 
     def __init__(self, reader: 'RangeReader', replies: list[_Reply]):
@@ -146,15 +145,7 @@ class Ranges:
         self._reader.forget(self)
         self.cancel()
 
-    def __enter__(self) -> 'Ranges':
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -277,7 +277,7 @@ def load_index(files: Files, numbers: Sequence[int], scan: Scan, *, form: str, d
     if missing:
         count = plural(len(missing), 'shard')
         warn_once(f'{data}: reads {count} once, for an index in {cached[missing[0]].parent}')
-    if work is None:  # the hosts have shards of their own
+    if work is None:  # each host has its own copies of the shards
         parts = zip(missing, make_all([*map(str, missing)]), strict=True)
     else:
         parts = zip(work, share_work('index', [*map(str, work)], make_all), strict=True)

@@ -324,7 +324,9 @@ def test_the_memory_of_windows_is_bounded(images, windows, shards, monkeypatch):
     shuffled = min(images, N // 16 * 16)
     assert needed == pytest.approx(windows * shuffled * np.mean([*map(len, JPEGS)]), abs=2)
     monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory(2 * needed - 2))
-    with pytest.raises(UserError, match=r'shuffle_gb=.*: needs 0 MiB on this host; expected'):
+    with pytest.raises(
+        UserError, match=r'shuffle_gb=.* windows need 0 MiB on this host.*; expected'
+    ):
         loading.check_window_memory(source, config, 16, sharding)
     monkeypatch.setattr(loading.psutil, 'virtual_memory', lambda: memory(2 * needed))
     loading.check_window_memory(source, config, 16, sharding)

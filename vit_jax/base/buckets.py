@@ -115,7 +115,7 @@ class _Reply:
 
 
 class Ranges(contextlib.AbstractContextManager['Ranges']):
-    """Ranges that are requested together. As a context manager, releases their bytes on exit."""
+    """Ranges that are requested together. Used as a context manager, it releases their bytes."""
 
     def __init__(self, reader: 'RangeReader', replies: list[_Reply]):
         self._reader = reader
@@ -183,7 +183,7 @@ class RangeReader:
     def read(self, number: int, start: int, length: int) -> memoryview:
         """Returns `length` bytes of file `number` from `start`.
 
-        They come from a requested range if there is one, and otherwise from a new request.
+        If a requested range contains them, they come from it; otherwise, a new request is made.
         """
         for ranges in self._requested:
             if place := ranges.places.get((number, start)):

@@ -95,7 +95,7 @@ def scan(
 
 
 def check_order(source: Source, config: LoaderConfig, batch_size: int) -> str | None:
-    """Returns a warning if images of a bucket that are sorted by class are shuffled too little.
+    """Returns a warning if images are stored by class and windows are too small to mix them well.
 
     If each block has one class and a window has few blocks, a batch has few classes.
     """

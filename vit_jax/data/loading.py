@@ -467,8 +467,8 @@ class WindowMemory(NamedTuple):
     def __str__(self) -> str:
         window, host = (f'{size / 2**20:,.0f} MiB' for size in (self.window_bytes, self.host_bytes))
         return (
-            f'shuffles {self.images:,} images at a time ({window} in all processes, up to {host} '
-            'on this host)'
+            f'shuffles {self.images:,} images at a time ({window} in all processes); this host '
+            f'needs up to {host}'
         )
 
 
@@ -487,12 +487,12 @@ def check_window_memory(
     in_memory = 2 if windows.steps >= _MOST_AHEAD else 2 + -(-_MOST_AHEAD // windows.steps)
     memory = WindowMemory(images, window_bytes, round(in_memory * window_bytes * share))
     most = psutil.virtual_memory().total // 2
-    fits = config.shuffle_gb * most / max(1, memory.host_bytes)
+    fits = 0.99 * config.shuffle_gb * most / max(1, memory.host_bytes)  # also when rounded
     require(
         memory.host_bytes <= most,
-        f'config.loader.shuffle_gb={config.shuffle_gb:g}: needs '
-        f'{memory.host_bytes / 2**20:,.0f} MiB on this host; expected at most {fits:.2g}, for half '
-        f'of its {2 * most / 2**20:,.0f} MiB',
+        f'config.loader.shuffle_gb={config.shuffle_gb:g}: {in_memory} windows need '
+        f'{memory.host_bytes / 2**20:,.0f} MiB on this host, more than half of its memory '
+        f'({most / 2**20:,.0f} MiB); expected at most {fits:.3g}',
     )
     return memory
 
@@ -662,7 +662,7 @@ def host_batches(
 
 
 class _RequestedWindows:
-    """Requests the images of a bucket for windows of steps, each before it is needed."""
+    """Requests the images of a bucket, one window of steps at a time, before they are needed."""
 
     def __init__(
         self,
@@ -714,9 +714,9 @@ class _RequestedWindows:
                     logging.warning('%s: %d of %d MB', text, arrived / 1e6, size / 1e6)
 
     def release(self, step: int) -> list[int]:
-        """Drops the window of a step if it is the last one in it.
+        """If this step is the last one of its window, drops the window.
 
-        Returns a step of each window that is to be requested next.
+        Returns the first step of each window to request next.
         """
         if self._request is None:
             return []

@@ -162,9 +162,9 @@ def shuffle(count: int, *, seed: int) -> Sampler:
 class Windows:
     """Splits a stream of examples into windows, which are shuffled separately.
 
-    The rows of a batch are divided among lanes: the first `rows` belong to lane 0, and so on. The
-    batches of `steps` successive steps are a window. In it, each lane has `size` successive
-    examples of the stream. A process therefore reads only the lanes of its rows.
+    The rows of each batch are divided into lanes of `rows` rows each. A window consists of the
+    batches of `steps` consecutive steps. Within a window, each lane gets `size` consecutive
+    examples of the stream. So each process reads only the lanes that contain its rows.
     """
 
     lanes: int

@@ -201,7 +201,9 @@ _watched_jobs: list['Job'] = []
 def share_work(
     name: str, keys: Sequence[str], make: Callable[[Sequence[str]], Iterable[bytes]]
 ) -> Iterator[bytes]:
-    """Yields a part for each key in all processes; each process makes some parts and sends them.
+    """Yields one part per key, in every process.
+
+    Each process makes some of the parts and sends them to the others.
 
     Args:
       name: The name of the work.

@@ -302,7 +302,7 @@ def _find_common_work(names: Sequence[str], missing: Sequence[int]) -> list[int]
 
 
 def write_index(files: Files, numbers: Sequence[int], *, form: str) -> int:
-    """Copies the indexes of shards from the cache to the shards, unless they are there.
+    """Copies the index of each shard from the cache to the folder next to the shards.
 
     Returns the number of written files.
     """

@@ -20,11 +20,11 @@ def folder(tmp_path):
     return tmp_path / 'set'
 
 
-@pytest.fixture
-def data(folder, bucket):
+@pytest.fixture(params=['gs', 's3'])
+def data(folder, bucket, request):
     for path in folder.iterdir():
         bucket.put(f'set/{path.name}', path.read_bytes(), {})
-    return 'gs://bucket/set'
+    return f'{request.param}://bucket/set'
 
 
 def write_index(data, *flags):
@@ -84,6 +84,6 @@ def test_wrong_arguments_are_named(data, bucket, tmp_path):
         write_index(data, '--splits', 'val')
     with pytest.raises(UserError, match='--data=digits: expected data in shards'):
         write_index('digits')
-    bucket.fault = lambda method, path: 403 if method == 'POST' else None
-    with pytest.raises(StorageError, match='gs://bucket/set/_vit_jax_index'):
+    bucket.fault = lambda method, path: 403 if method == 'PUT' else None
+    with pytest.raises(StorageError, match=f'{data}/_vit_jax_index'):
         write_index(data)

@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the argument parser of the program."""
     parser = app.new_parser('index', __doc__)
     add = parser.add_argument
-    add('--data', required=True, help='gs://BUCKET/FOLDER or a folder on a disk')
+    add('--data', required=True, help='gs://BUCKET/FOLDER, s3://BUCKET/FOLDER or a folder')
     add('--splits', nargs='+', help='the splits to index; by default all')
     add('--labels', metavar='COLUMN', help='label column of TFDS data; by default as in training')
     return parser

@@ -28,6 +28,7 @@ COUNTS = 40, 60, 50  # in three shards
 PIXELS = np.random.default_rng(0).integers(0, 256, (N, 6, 5, 3), np.uint8)
 JPEGS = [cv2.imencode('.jpg', pixels)[1].tobytes() for pixels in PIXELS]
 DATA = 'gs://bucket/set'
+S3_DATA = 's3://bucket/set'
 
 
 @pytest.fixture(autouse=True)
@@ -87,11 +88,15 @@ def read(source):
     return [source.read(i) for i in range(len(source))]
 
 
-@pytest.mark.parametrize('data', [DATA, f'{DATA}/', f'{DATA}/train-{{00..02}}.tar'])
+PATHS = DATA, f'{DATA}/', f'{DATA}/train-{{00..02}}.tar', S3_DATA, f'{S3_DATA}/train-{{00..02}}.tar'
+
+
+@pytest.mark.parametrize('data', PATHS)
 def test_shards_in_a_bucket_have_the_images_of_shards_on_a_disk(data, shards):
     remote = open_split(data)
     assert read(remote) == read(open_split(shards)) == [(JPEGS[i], i % 7) for i in range(N)]
-    assert remote.name_of(41) == f'{DATA}/train-01.tar:0041.jpg'
+    folder = S3_DATA if data.startswith('s3') else DATA
+    assert remote.name_of(41) == f'{folder}/train-01.tar:0041.jpg'
 
 
 @pytest.mark.parametrize('repeats', [1, 3])
@@ -253,16 +258,17 @@ def test_a_bucket_that_may_not_be_read_stops_a_run_that_skips_images(shards, buc
         load(loader, range(3))
 
 
+@pytest.mark.parametrize('data', [DATA, S3_DATA])
 @pytest.mark.parametrize('fault', FAULTS)
 def test_a_shard_that_cannot_be_read_stops_a_run_that_skips_images(
-    fault, shards, bucket, hurried, monkeypatch
+    fault, data, shards, bucket, hurried, monkeypatch
 ):
     monkeypatch.setattr(buckets, '_TIMEOUT', 0.3)
     monkeypatch.setitem(buckets._RETRIES, 'max_retries', 2)
-    loader = make_loader(open_split(split='train[50:60]'), on_unreadable='skip')
+    loader = make_loader(open_split(data, split='train[50:60]'), on_unreadable='skip')
     make, message = FAULTS[fault]
     make(bucket)
-    with pytest.raises(TransientError, match=f'^{DATA}/train-01.tar: .*{message}'):
+    with pytest.raises(TransientError, match=f'^{data}/train-01.tar: .*{message}'):
         load(loader, range(3))
 
 
@@ -282,13 +288,14 @@ def test_a_damaged_image_is_named_or_skipped(shards, bucket):
     assert not batch['mask'].any()
 
 
-def test_an_index_is_made_once_and_again_for_a_shard_that_was_replaced(shards, bucket):
-    open_split()
+@pytest.mark.parametrize('data', [DATA, S3_DATA])
+def test_an_index_is_made_once_and_again_for_a_shard_that_was_replaced(data, shards, bucket):
+    open_split(data)
     bucket.sent.clear()
-    open_split()
+    open_split(data)
     assert not bucket.sent
     replace(bucket)
-    open_split()
+    open_split(data)
     assert {name for name, *_ in bucket.sent} == {'set/train-01.tar'}
 
 
@@ -297,7 +304,9 @@ WRONG = {
     'gs://bucket/set/train-{00..03}.tar': '1 shard of 4 missing, such as .*train-03.tar',
     'gs://bucket/set/trian-{00..03}.tar': 'none of its 4 shards exists',
     'gs://other/set': 'bucket does not exist',
-    's3://bucket/set': 'expected a folder or file on a disk, or in a bucket of Google',
+    's3://bucket/none': 'neither shards',
+    's3://other/set': 'NoSuchBucket.*AWS_ACCESS_KEY_ID',
+    'https://bucket/set': 'expected a folder or file on a disk, or in a bucket .*gs://',
 }
 
 

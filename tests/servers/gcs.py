@@ -1,7 +1,8 @@
 """Google Cloud Storage over loopback, as far as tensorstore, gcsfs and google-cloud-storage ask.
 
 Its JSON API (cloud.google.com/storage/docs/json_api): objects with generations and conditions,
-listings in pages, copies, uploads in one, two and many parts.
+listings in pages, copies, uploads in one, two and many parts. And of S3, as far as obstore asks:
+listings, ranges and uploads in one part, with an ETag instead of a generation.
 """
 
 import base64
@@ -14,6 +15,7 @@ import threading
 import time
 import typing
 from urllib.parse import parse_qsl, unquote, urlsplit
+from xml.sax.saxutils import escape
 
 import google_crc32c
 
@@ -56,6 +58,9 @@ class Bucket(http.server.ThreadingHTTPServer):
             'GOOGLE_AUTH_TOKEN_FOR_TESTING': 'none',
             'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',  # which asks Google by gRPC
             'NO_GCE_CHECK': 'true',
+            'AWS_ENDPOINT_URL': self.url,
+            'AWS_ACCESS_KEY_ID': 'none',
+            'AWS_SECRET_ACCESS_KEY': 'none',
         }
 
     def names(self, start=''):
@@ -166,8 +171,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, path, query, body):
         bucket = self.server
-        if path.startswith(f'/{bucket.name}/') and self.command == 'GET':  # of the XML API
-            self._media(unquote(path.removeprefix(f'/{bucket.name}/')), query)
+        if not path.startswith(('/upload', '/download', '/storage', '/resumable')):  # S3, XML API
+            name, _, object_name = unquote(path[1:]).partition('/')
+            if name != bucket.name:
+                raise Refused(404, 'NoSuchBucket')
+            if self.command == 'PUT':
+                self._send(b'', 200, {'ETag': bucket.put(object_name, body, query)['etag']})
+            elif object_name:
+                self._media(object_name, query)
+            else:
+                self._xml_listing(query)
             return
         match = re.fullmatch(
             r'(/upload|/download)?/(?:storage/v1|resumable)/b/([^/]+)(?:/o(?:/(.*))?)?', path
@@ -207,6 +220,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers['Content-Range'] = f'bytes {start}-{stop - 1}/{len(data)}'
         body = self.server.change(name, data[start:stop])
         self._send(body, 206, headers | {'Content-Length': str(stop - start)})
+
+    def _xml_listing(self, query):
+        page = self.server.listing(query | {'pageToken': query.get('continuation-token', '')})
+        next_page = page.get('nextPageToken', '')
+        items = [
+            f'<Contents><Key>{escape(item["name"])}</Key><Size>{item["size"]}</Size>'
+            f'<LastModified>{item["updated"]}</LastModified><ETag>{item["etag"]}</ETag></Contents>'
+            for item in page['items']
+        ]
+        items += [
+            f'<CommonPrefixes><Prefix>{escape(prefix)}</Prefix></CommonPrefixes>'
+            for prefix in page['prefixes']
+        ]
+        if next_page:
+            items.append(f'<NextContinuationToken>{escape(next_page)}</NextContinuationToken>')
+        text = f'<ListBucketResult>{"".join(items)}</ListBucketResult>'
+        self._send(text.encode(), 200, {'Content-Type': 'application/xml'})
 
     def _upload(self, query, body):
         bucket = self.server

@@ -1,8 +1,8 @@
-"""Lists the files of a bucket (gs://BUCKET/NAME), and reads ranges of their bytes.
+"""Lists the files of a bucket (gs://BUCKET/NAME or s3://BUCKET/NAME), and reads their bytes.
 
-A range is read alone (`RangeReader.read`), or many are requested at once, before they are needed
-(`RangeReader.request`). Each reply is compared with the generation of its file in the listing, so
-that a file that is replaced during a run is detected.
+A range of bytes is read alone (`RangeReader.read`), or many are requested at once, before they are
+needed (`RangeReader.request`). Each reply is compared with the version of its file in the listing,
+so that a file that is replaced during a run is detected.
 """
 
 import contextlib
@@ -12,14 +12,20 @@ import io
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from vit_jax.base.array_types import Int
-from vit_jax.base.errors import StorageError, TransientError, UserError, format_error
+from vit_jax.base.errors import (
+    MissingFile,
+    StorageError,
+    TransientError,
+    UserError,
+    format_error,
+)
 from vit_jax.base.storage import bucket_and_name, split_url, usable
 
 # The size of most requests: smaller ones cost more in total, larger ones arrive later.
@@ -41,49 +47,118 @@ _TIMEOUT = 120.0  # seconds for one reply
 
 
 class BucketFile(NamedTuple):
-    """A file of a bucket; its generation changes when it is replaced."""
+    """A file of a bucket; its version changes when it is replaced."""
 
     url: str
     size: int
-    generation: int
+    version: str
 
 
-def list_files(prefix: str) -> list[BucketFile]:
-    """Lists the files of a bucket whose URLs start with `prefix`, sorted by name.
+def list_folder(url: str) -> tuple[list[BucketFile], list[str]]:
+    """Lists the files in a folder of a bucket, and the URLs of its subfolders, both sorted.
 
     Raises StorageError, for example if the bucket does not exist or credentials are missing.
     """
-    for package in 'gcsfs', 'obstore':
+    _require_packages(url)
+    with usable(url):
+        files, folders = (_list_s3 if _is_s3(url) else _list_gs)(url.rstrip('/'))
+    return sorted(files), sorted(folders)
+
+
+def _require_packages(url: str) -> None:
+    extra, packages = ('s3', ['obstore']) if _is_s3(url) else ('gs', ['gcsfs', 'obstore'])
+    for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"{prefix}: {package} is not installed; run pip install 'vit_jax[gs]'")
-    with _listable(prefix):
-        bucket, name = bucket_and_name(prefix)
-        fields = 'items(name,size,generation),nextPageToken'
-        blobs = bucket.list_blobs(prefix=name, fields=fields)
+            raise UserError(
+                f"{url}: {package} is not installed; run pip install 'vit_jax[{extra}]'"
+            )
+
+
+def _is_s3(url: str) -> bool:
+    return url.startswith('s3://')
+
+
+def _list_gs(url: str) -> tuple[list[BucketFile], list[str]]:
+    """Lists a folder with Google's client, because obstore lists no generations."""
+    bucket, name = bucket_and_name(url)
+    listing = bucket.list_blobs(
+        prefix=f'{name}/' if name else '',
+        delimiter='/',
+        fields='items(name,size,generation),prefixes,nextPageToken',
+    )
+    try:
         files = [
-            BucketFile(f'gs://{bucket.name}/{blob.name}', int(blob.size), int(blob.generation))
-            for blob in blobs
+            BucketFile(f'gs://{bucket.name}/{blob.name}', int(blob.size), str(blob.generation))
+            for blob in listing
             if not blob.name.endswith('/')  # represents a folder
         ]
-    return sorted(files)
+    except Exception as error:
+        code = getattr(error, 'code', None)
+        if isinstance(code, int) and (code == 429 or code >= 500):
+            raise TransientError(f'{url}: {format_error(error)}') from error
+        raise
+    return files, [f'gs://{bucket.name}/{folder.rstrip("/")}' for folder in listing.prefixes]
 
 
-@contextlib.contextmanager
-def _listable(prefix: str) -> Iterator[None]:
-    """Converts errors of the listing of a bucket: TransientError if the bucket is unavailable."""
-    with usable(prefix):
-        try:
-            yield
-        except Exception as error:
-            code = getattr(error, 'code', None)
-            if isinstance(code, int) and (code == 429 or code >= 500):
-                raise TransientError(f'{prefix}: {format_error(error)}') from error
-            raise
+def _list_s3(url: str) -> tuple[list[BucketFile], list[str]]:
+    bucket, name = split_url(url)
+    try:
+        listing = _open_store(url).list_with_delimiter(name or None)
+    except Exception as error:
+        raise StorageError(
+            f'{url}: {_describe(error)}; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, '
+            'or AWS_SKIP_SIGNATURE=true for public data, give access'
+        ) from error
+    files = [
+        BucketFile(f's3://{bucket}/{found["path"]}', found['size'], str(found['e_tag']))
+        for found in listing['objects']
+        if found['path'] != name  # represents the folder
+    ]
+    return files, [f's3://{bucket}/{folder}' for folder in listing['common_prefixes']]
 
 
-def read_bucket_file(file: BucketFile) -> bytes:
-    """Reads a small file completely."""
-    return bytes(RangeReader([file]).read(0, 0, file.size))
+def read_bucket_file(url: str) -> bytes | None:
+    """Reads a small file completely; returns None if it does not exist."""
+    _, name = split_url(url)
+    try:
+        return bytes(_get(_open_store(url), name, url).bytes())
+    except MissingFile:
+        return None
+
+
+def write_bucket_file(url: str, contents: bytes) -> None:
+    """Writes a small file. Raises StorageError."""
+    _, name = split_url(url)
+    try:
+        _open_store(url).put(name, contents)
+    except Exception as error:
+        raise StorageError(f'{url}: {_describe(error)}') from error
+
+
+def _get(store: Any, name: str, where: str, **options: Any) -> Any:
+    """Requests a file, or a range.
+
+    Args:
+      store: The bucket.
+      name: The name of the file in the bucket.
+      where: What is read, for messages.
+      **options: Options of the request.
+
+    Raises:
+      MissingFile: If the file does not exist.
+      StorageError: If reading is not permitted.
+      TransientError: For all other reasons.
+    """
+    import obstore.exceptions as failures
+
+    try:
+        return store.get(name, options=options)
+    except FileNotFoundError as error:
+        raise MissingFile(f'{where}: does not exist') from error
+    except (failures.PermissionDeniedError, failures.UnauthenticatedError) as error:
+        raise StorageError(f'{where}: {_describe(error)}') from error
+    except Exception as error:  # obstore has many types
+        raise TransientError(f'{where}: {_describe(error)}') from error
 
 
 class _Reply:
@@ -150,24 +225,32 @@ class Ranges(contextlib.AbstractContextManager['Ranges']):
 
 
 def _open_store(url: str) -> Any:
-    """Opens a bucket, or the server that takes its place in STORAGE_EMULATOR_HOST."""
-    from obstore.store import GCSStore
+    """Opens a bucket, or the server that STORAGE_EMULATOR_HOST or AWS_ENDPOINT_URL names."""
+    from obstore.store import GCSStore, S3Store
 
     bucket, _ = split_url(url)
-    config: Any = {}
-    options: Any = {'timeout': datetime.timedelta(seconds=_TIMEOUT)}
-    if server := os.environ.get('STORAGE_EMULATOR_HOST'):
-        config = {'base_url': server, 'skip_signature': True}
-        options['allow_http'] = True
+    server = os.environ.get('AWS_ENDPOINT_URL' if _is_s3(url) else 'STORAGE_EMULATOR_HOST', '')
+    options: Any = {
+        'retry_config': _RETRIES,
+        'client_options': {
+            'timeout': datetime.timedelta(seconds=_TIMEOUT),
+            'allow_http': server.startswith('http://'),
+        },
+    }
     with usable(url):
-        return GCSStore(
-            bucket, config=config, client_options=options, retry_config=cast(Any, _RETRIES)
-        )
+        if _is_s3(url):
+            return S3Store(bucket, **options)
+        if server:
+            options['config'] = {'base_url': server}
+            options['credential_provider'] = lambda: {'token': 'none', 'expires_at': None}
+        return GCSStore(bucket, **options)
 
 
 def _describe(error: Exception) -> str:
-    """Returns the reason in an error of obstore, without its representation for programmers."""
-    return ' '.join(re.split(r'\s+Debug source:', str(error))[0].split())
+    """Returns the reason in an error of obstore, without XML and details for programmers."""
+    text = re.split(r'\s+Debug source:', str(error))[0]
+    text = re.sub(r'<\?xml.*<Message>(.*)</Message>.*', r'\1', text, flags=re.DOTALL)
+    return ' '.join(text.split())
 
 
 class RangeReader:
@@ -193,8 +276,6 @@ class RangeReader:
 
     def fetch(self, number: int, start: int, stop: int) -> memoryview:
         """Requests a range, and waits for its bytes, without Python's lock."""
-        import obstore.exceptions as failures
-
         file = self.files[number]
         if start == stop:
             return memoryview(b'')
@@ -203,13 +284,9 @@ class RangeReader:
         attempts = 0
         while True:
             try:
-                reply = self._store.get(name, options={'range': (start, stop)})
-            except FileNotFoundError as error:
+                reply = _get(self._store, name, where, range=(start, stop))
+            except MissingFile as error:
                 raise TransientError(f'{file.url}: was deleted') from error
-            except (failures.PermissionDeniedError, failures.UnauthenticatedError) as error:
-                raise StorageError(f'{where}: {_describe(error)}') from error
-            except Exception as error:  # obstore has many types
-                raise TransientError(f'{where}: {_describe(error)}') from error
             attempts += 1
             try:
                 contents = memoryview(reply.bytes())
@@ -217,7 +294,7 @@ class RangeReader:
             except Exception as error:  # it is cut off, for which obstore does not repeat requests
                 if attempts > _RETRIES['max_retries']:
                     raise TransientError(f'{where}: {_describe(error)}') from error
-        if reply.meta['version'] != str(file.generation):
+        if str(reply.meta['e_tag' if _is_s3(file.url) else 'version']) != file.version:
             raise TransientError(f'{file.url}: was replaced; run the same command again')
         if len(contents) != stop - start:
             raise TransientError(f'{where}: got {len(contents):,} bytes')

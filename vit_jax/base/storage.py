@@ -143,12 +143,12 @@ def sync(path: Path) -> None:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Splits gs://BUCKET/NAME into the names of the bucket and of the object."""
-    bucket, _, name = url.removeprefix('gs://').partition('/')
+    """Splits gs://BUCKET/NAME or s3://BUCKET/NAME into the names of bucket and object."""
+    bucket, _, name = url.partition('://')[2].partition('/')
     return bucket, name
 
 
-def bucket_and_name(path: Path) -> tuple[Any, str]:
+def bucket_and_name(path: str | Path) -> tuple[Any, str]:
     """Returns the google.cloud.storage bucket of a path, and the name of its object."""
     from google.cloud import storage
 

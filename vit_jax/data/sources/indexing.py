@@ -34,11 +34,17 @@ from vit_jax.base import (
     usable,
     write_bytes,
 )
-from vit_jax.base.buckets import BucketFile, RangeReader, list_files, read_bucket_file
+from vit_jax.base.buckets import (
+    BucketFile,
+    RangeReader,
+    list_folder,
+    read_bucket_file,
+    write_bucket_file,
+)
 from vit_jax.base.files import cache_folder, decode_path, open_file, read_range, read_text
 from vit_jax.base.npz import open_npz
 from vit_jax.base.progress import progress_bar
-from vit_jax.base.storage import is_remote, resolve_folder
+from vit_jax.base.storage import is_remote
 from vit_jax.data.sources.base import EncodedImage, Label, Places, Source, multi_hot, warn_once
 from vit_jax.distributed.processes import gather_texts, keep_alive, share_work
 
@@ -103,7 +109,7 @@ class BucketFiles(RangeReader):
         super().__init__(files)
         self.root = root
         self.paths = [file.url for file in files]
-        self.states = [(file.size, file.generation) for file in files]
+        self.states = [(file.size, file.version) for file in files]
 
 
 Files = LocalFiles | BucketFiles
@@ -128,7 +134,8 @@ def file_opener(data: str, root: str, paths: dict[str, list[str]]) -> FileOpener
         return open_local
 
     everything = [path for of_split in paths.values() for path in of_split]
-    listed = {file.url: file for file in list_files(os.path.commonprefix(everything))}
+    folders = sorted({*map(os.path.dirname, everything)})
+    listed = {file.url: file for folder in folders for file in list_folder(folder)[0]}
     if not listed.keys() & {*everything}:
         raise MissingFile(f'{data}: none of its {plural(len(everything), "shard")} exists')
     files = BucketFiles(root, [listed[path] for path in everything if path in listed])
@@ -151,12 +158,10 @@ def _require_all(data: str, paths: Sequence[str], existing: Iterable[str]) -> No
 def list_folders(root: str) -> Iterator[tuple[str, list[str]]]:
     """Yields the name and the file paths of a folder (with the name '') and of its subfolders."""
     if is_remote(root):
-        prefix = f'{root.rstrip("/")}/'
-        folders: dict[str, list[str]] = {}
-        for file in list_files(prefix):
-            folder = file.url.removeprefix(prefix).rpartition('/')[0]
-            folders.setdefault(folder, []).append(file.url)
-        yield from ((folder, paths) for folder, paths in folders.items() if '/' not in folder)
+        files, folders = list_folder(root)
+        yield '', [file.url for file in files]
+        for folder in folders:
+            yield os.path.basename(folder), [file.url for file in list_folder(folder)[0]]
     elif os.path.isdir(root):
         entries = [*os.scandir(root)]
         yield '', [entry.path for entry in entries if not entry.is_dir()]
@@ -168,8 +173,8 @@ def list_folders(root: str) -> Iterator[tuple[str, list[str]]]:
 def read_optional_text(path: str) -> str | None:
     """Reads a text file; returns None if it does not exist."""
     if is_remote(path):
-        found = [file for file in list_files(path) if file.url == path]
-        return read_bucket_file(found[0]).decode('utf-8-sig') if found else None
+        contents = read_bucket_file(path)
+        return None if contents is None else contents.decode('utf-8-sig')
     if not os.path.isfile(path):
         return None
     with usable(path):
@@ -306,7 +311,7 @@ def write_index(files: Files, numbers: Sequence[int], *, form: str) -> int:
 
     Returns the number of written files.
     """
-    folder = resolve_folder(f'{files.root}/{INDEX_FOLDER}')
+    folder = f'{files.root}/{INDEX_FOLDER}'
     make_folder(folder)
     existing = _list_next_to(files)
     names = {number: _part_name(files, number, form) for number in numbers}
@@ -319,7 +324,11 @@ def write_index(files: Files, numbers: Sequence[int], *, form: str) -> int:
                 f'{path}: the index of {files.paths[number]} could not be written there; '
                 'VIT_JAX_CACHE sets another folder'
             )
-        write_bytes(folder / names[number], path.read_bytes())
+        contents = path.read_bytes()
+        if is_remote(folder):
+            write_bucket_file(f'{folder}/{names[number]}', contents)
+        else:
+            write_bytes(pathlib.Path(folder, names[number]), contents)
 
     with futures.ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(copy, missing))
@@ -346,7 +355,7 @@ def _list_next_to(files: Files) -> dict[str, BucketFile | None]:
     """Lists the files in the folder of indexes next to the shards."""
     folder = f'{files.root}/{INDEX_FOLDER}'
     if is_remote(folder):
-        return {os.path.basename(file.url): file for file in list_files(f'{folder}/')}
+        return {os.path.basename(file.url): file for file in list_folder(folder)[0]}
     return dict.fromkeys(os.listdir(folder)) if os.path.isdir(folder) else {}
 
 

@@ -160,9 +160,9 @@ def open_splits(
 def open_stored_splits(data: str, *, label_column: str | None = None) -> Splits:
     """Returns functions that open the splits of a data set as `open_splits`, none held out."""
     require(
-        not is_remote(data) or data.startswith('gs://'),
-        f'data={redact_url(data)!r}: expected a folder or file on a disk, or in a bucket of Google '
-        'Cloud Storage (gs://BUCKET/FOLDER)',
+        not is_remote(data) or data.startswith(('gs://', 's3://')),
+        f'data={redact_url(data)!r}: expected a folder or file on a disk, or in a bucket '
+        '(gs://BUCKET/FOLDER or s3://BUCKET/FOLDER)',
     )
     kind = _find_kind(data)
     if kind is None and is_remote(data):

@@ -20,7 +20,7 @@ import google_crc32c
 import numpy as np
 
 from vit_jax.base import Int, UInt8, UserError, records, require, usable
-from vit_jax.base.buckets import list_files, read_bucket_file
+from vit_jax.base.buckets import list_folder, read_bucket_file
 from vit_jax.base.files import open_file, read_range, require_file
 from vit_jax.base.storage import is_remote
 from vit_jax.data.image_decoding import open_with_pillow, read_header
@@ -45,8 +45,7 @@ class LabelReader(NamedTuple):
 
 def _recognizes(data: str) -> bool:
     if is_remote(data):
-        path = f'{data.rstrip("/")}/{INFO}'
-        return any(file.url == path for file in list_files(path))
+        return any(os.path.basename(file.url) == INFO for file in list_folder(data)[0])
     return data.startswith(_PREFIX) or os.path.isfile(os.path.join(data, INFO))
 
 
@@ -158,10 +157,10 @@ def _open_builder(root: str) -> Any:
         folder = root
         if is_remote(root):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            for file in list_files(f'{root}/'):
-                name = file.url.removeprefix(f'{root}/')
-                if '/' not in name and name.endswith(('.json', '.txt')):
-                    pathlib.Path(folder, name).write_bytes(read_bucket_file(file))
+            for file in list_folder(root)[0]:
+                if file.url.endswith(('.json', '.txt')):
+                    contents = read_bucket_file(file.url) or b''
+                    pathlib.Path(folder, os.path.basename(file.url)).write_bytes(contents)
         with usable(f'{root}/{INFO}', 'a data set that TFDS prepared, with features.json'):
             return library.builder_from_directory(folder)
 

@@ -126,23 +126,39 @@ class Form:
     # Writes the PHOTOS, or others, with their LABELS and CLASSES below a folder, as the split
     # `train`; returns the value of `config.data`. TFDS_DATA_DIR is the folder.
     make: Callable
-    # Images whose `size_of` changes if one is replaced: that image, or all images in its file.
-    # None: `size_of` is -1; write the reason next to it.
-    sizes: Literal['image', 'file'] | None = 'image'
+    # Images whose `size_of` changes if one is replaced: that image, all images in its file, or that
+    # image and those after it in its file. None: `size_of` is -1; write the reason next to it.
+    sizes: Literal['image', 'file', 'rest'] | None = 'image'
+    in_bucket: bool = False  # the folder is copied to a bucket
+
+    def write(self, folder, photos, bucket):
+        """Writes photos as data of this form; returns the value of `config.data`."""
+        data = self.make(folder, photos)
+        if not self.in_bucket:
+            return data
+        for path in folder.rglob('*'):
+            if path.is_file():
+                bucket.put(path.relative_to(folder.parent).as_posix(), path.read_bytes(), {})
+        return f'gs://bucket/{pathlib.Path(data).relative_to(folder.parent)}'
 
 
 FORMS = {
     'arrays': [Form(make_arrays)],
     # An ArrayRecord file has one checksum at its end.
-    'tfds': [Form(make_array_record, 'file'), Form(make_tfrecord)],
+    'tfds': [
+        Form(make_array_record, 'file'),
+        Form(make_tfrecord),
+        # The order in a bucket depends on the places of images, which are part of `size_of`.
+        Form(make_tfrecord, 'rest', in_bucket=True),
+    ],
     'vtab': [Form(make_vtab, 'file')],
     'tables': [Form(make_csv), Form(make_jsonl)],
     'imagenet': [Form(make_imagenet)],
-    'shards': [Form(make_shards)],
+    'shards': [Form(make_shards), Form(make_shards, in_bucket=True)],
     'folders': [Form(make_folders)],
 }
 CASES = [
-    pytest.param((name, form), id=f'{name}-{form.make.__name__}')
+    pytest.param((name, form), id=f'{name}-{form.make.__name__}{"-bucket" * form.in_bucket}')
     for name, forms in FORMS.items()
     for form in forms
 ]
@@ -154,6 +170,13 @@ def test_each_kind_is_in_the_table(name):
     assert name in FORMS, f'{name}: no row in FORMS, tests/data/sources/test_kinds.py; add {form}'
 
 
+@pytest.mark.parametrize('number', range(len(opening._NAMES)))
+def test_each_kind_that_reads_buckets_is_tried_in_one(number):
+    name = opening._NAMES[number]
+    tried = any(form.in_bucket for form in FORMS[name])
+    assert tried == opening.KINDS[number].reads_buckets, f'{name}: no Form with in_bucket=True'
+
+
 class Made(NamedTuple):
     name: str  # of the kind
     form: Form
@@ -161,13 +184,13 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope='module', params=CASES)
-def made(request, tmp_path_factory):
+def made(request, tmp_path_factory, _bucket):
     name, form = request.param
     folder = tmp_path_factory.mktemp(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('TFDS_DATA_DIR', str(folder))
         patch.setenv('VIT_JAX_CACHE', str(folder / 'cache'))
-        yield Made(name, form, form.make(folder, PHOTOS))
+        yield Made(name, form, form.write(folder, PHOTOS, _bucket))
 
 
 @pytest.fixture
@@ -217,23 +240,27 @@ def test_names_are_unique_and_do_not_depend_on_the_order_of_access(made, source)
     assert again.read_names(range(len(source))[::-1]) == names[::-1]
 
 
-def test_an_image_that_was_replaced_has_another_size(made, source, tmp_path, monkeypatch):
+def test_an_image_that_was_replaced_has_another_size(made, source, tmp_path, monkeypatch, _bucket):
     everything = range(len(source))
     sizes, replaced = source.read_sizes(everything), PHOTOS.copy()
     replaced[number_of(source.read(3)[0])] = 0  # whose file is shorter
     monkeypatch.setenv('TFDS_DATA_DIR', str(tmp_path))
-    again = opening.make_opener()(made.form.make(tmp_path, replaced), 'train')
+    again = opening.make_opener()(made.form.write(tmp_path, replaced, _bucket), 'train')
     assert number_of(again.read(3)[0], replaced) == number_of(source.read(3)[0])
     changed = np.flatnonzero(again.read_sizes(everything) != sizes).tolist()
-    assert changed == {'image': [3], 'file': [*everything], None: []}[made.form.sizes]
+    rest = [*range(3, max(changed, default=3) + 1)]
+    expected = {'image': [3], 'file': [*everything], 'rest': rest, None: []}
+    assert changed == expected[made.form.sizes]
     assert (sizes == -1).all() == (made.form.sizes is None)
 
 
-def test_data_that_is_not_there_is_named(made, tmp_path, monkeypatch):
+def test_data_that_is_not_there_is_named(made, tmp_path, monkeypatch, _bucket):
     folder = tmp_path / 'removed'
     folder.mkdir()
     monkeypatch.setenv('TFDS_DATA_DIR', str(folder))
-    data = made.form.make(folder, PHOTOS)
+    data = made.form.write(folder, PHOTOS, _bucket)
     shutil.rmtree(folder)
+    for name in _bucket.names(folder.name):
+        _bucket.remove(name, {})
     with pytest.raises(UserError, match=re.escape(re.split('[:/]', data)[-1])):
         opening.make_opener()(data, 'train')

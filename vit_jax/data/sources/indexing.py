@@ -243,6 +243,14 @@ class Index:
         """The number of classes of each image."""
         return np.diff(self.class_ends, prepend=0)
 
+    @property
+    def labels(self) -> Int[np.ndarray, 'n']:
+        """The first class number of each image, or -1."""
+        has_class = self.num_classes_each > 0
+        labels = np.full(len(self), -1, np.int32)
+        labels[has_class] = self.classes[(self.class_ends - self.num_classes_each)[has_class]]
+        return labels
+
 
 def load_index(files: Files, numbers: Sequence[int], scan: Scan, *, form: str, data: str) -> Index:
     """Reads the index of each shard, or makes it by reading the shard.
@@ -443,11 +451,10 @@ def open_source(
             is_verified[number] = True
         return (convert(stored) if convert else stored), label_of(number)
 
-    def label_of(number: int) -> Label:
-        classes = index.classes_of(number)
-        if multi_label:
-            return multi_hot([classes], len(class_names))[0]
-        return classes[0] if classes else -1
+    def labels_of(number: int) -> Int[np.ndarray, 'k']:
+        return multi_hot([index.classes_of(number)], len(class_names))[0]
+
+    label_of: Callable[[int], Label] = labels_of if multi_label else index.labels.item
 
     def default_name(number: int) -> str:
         return f'{decode_path(files.paths[index.shard[number]])}:{index.name(number)}'

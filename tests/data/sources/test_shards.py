@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import tarfile
 from concurrent import futures
@@ -184,6 +185,16 @@ def test_shards_are_scanned_once_and_again_if_they_change(tmp_path, monkeypatch)
         reader.examples(Examples.of(0), pool)
     assert read(open_source(tmp_path / 'train.tar')) == expected(range(5))
     assert len(scanned) == 2
+
+
+def test_sets_with_equal_shards_but_for_their_contents_have_their_own_indexes(tmp_path):
+    for name, numbers in ('a', range(5)), ('b', range(5, 10)):
+        path = tmp_path / name / 'train.tar'
+        write(path, samples(numbers))
+        os.utime(path, (0, 0))
+        assert read(open_source(path.parent)) == expected(numbers)
+    sizes = {path.stat().st_size for path in tmp_path.glob('?/train.tar')}
+    assert len(sizes) == 1
 
 
 def test_without_a_cache_shards_are_scanned_at_each_start(tmp_path, monkeypatch):

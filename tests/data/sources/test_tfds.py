@@ -88,6 +88,18 @@ def test_a_set_in_a_bucket_is_the_set_on_the_disk(prepared, bucket, tmp_path, mo
         assert remote.class_names == local.class_names
 
 
+def test_each_label_column_of_a_set_in_a_bucket_has_its_own_index(bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+    rows = [{'one': i % 3, 'twos': [2, i % 2]} for i in range(3)]
+    images = {'train': [*zip(ENCODED, rows, strict=False)]}
+    records = tfds_sets.array_record(tmp_path / 'a', images, CLASSES, columns=('one', 'twos'))
+    data = upload(bucket, tfds_sets.tfrecord(records, tmp_path / 't'), 'made/1.2.0')
+    expected = {'one': [0, 1, 2], 'twos': [[1, 0, 1], [0, 1, 1], [1, 0, 1]]}
+    for column, labels in expected.items():
+        splits = opening.open_stored_splits(data, label_column=column)
+        assert splits['train']().labels.tolist() == labels
+
+
 @pytest.mark.parametrize('kind', ['array_record', 'tfrecord'])
 def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
     monkeypatch.setenv('TFDS_DATA_DIR', str(prepared[kind].parent.parent))

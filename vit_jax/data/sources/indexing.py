@@ -460,8 +460,8 @@ def open_source(
         return f'{decode_path(files.paths[index.shard[number]])}:{index.name(number)}'
 
     def size_of(number: int) -> int:
-        place = index.shard[number], index.start[number]  # the order of a bucket depends on them
-        facts = index.checksum[number], *(place if places else ())
+        # The order of a bucket depends on the places of its images.
+        facts = index.checksum[number], index.shard[number], index.start[number]
         return zlib.crc32(np.array(facts, np.int64).tobytes())
 
     places = None

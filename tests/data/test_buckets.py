@@ -196,6 +196,35 @@ def test_an_inspection_reads_all_in_large_parts(shards, bucket):
         report = inspection.scan(reader, pool, lambda n: None, images_by_name={})
     assert report.images == N and not report.unreadable
     assert len(bucket.sent) < N / 3
+    assert max(stop - start for _, start, stop in bucket.sent) < 2**14 + max(map(len, JPEGS))
+
+
+def test_ranges_of_two_files_are_requested_apart(bucket):
+    """Even if one starts where the other ends, as if they were neighbors."""
+    contents = {
+        f'set/{name}': bytes(range(start, start + 20)) for name, start in (('a', 0), ('b', 20))
+    }
+    for name, content in contents.items():
+        bucket.put(name, content, {})
+    files, _ = buckets.list_folder(DATA)
+    reader = buckets.RangeReader(files)
+    with reader.request(np.array([0, 1, 0]), np.array([5, 10, 0]), np.array([5, 5, 5])) as ranges:
+        ranges.wait()
+        found = [bytes(reader.read(*place)) for place in ((0, 0, 5), (0, 5, 5), (1, 10, 5))]
+    assert found == [bytes(range(first, first + 5)) for first in (0, 5, 30)]
+    assert sorted(bucket.sent) == [('set/a', 0, 10), ('set/b', 10, 15)]
+
+
+@pytest.mark.parametrize('scheme', ['gs', 's3'])
+def test_a_folder_has_its_files_and_subfolders_alone(scheme, bucket):
+    """Some programs create empty objects that represent folders."""
+    for name in 'other/a', 'set/', 'set/b', 'set/a', 'set/x/', 'set/x/c', 'set/y z/d', 'set2/a':
+        bucket.put(name, name.encode() * (name[-1] != '/'), {})
+    files, folders = buckets.list_folder(f'{scheme}://bucket/set/')
+    root = f'{scheme}://bucket'
+    assert [(file.url, file.size) for file in files] == [(f'{root}/set/a', 5), (f'{root}/set/b', 5)]
+    assert folders == [f'{root}/set/x', f'{root}/set/y z']
+    assert buckets.list_folder(root)[1] == [f'{root}/{name}' for name in ('other', 'set', 'set2')]
 
 
 def test_classes_of_a_bucket_cannot_be_balanced(shards):
@@ -230,7 +259,7 @@ def test_images_are_read_in_spite_of_passing_errors(status, shards, bucket, hurr
 def test_answers_that_are_cut_off_are_requested_again(shards, bucket, hurried):
     source = open_split()
     numbers = itertools.count()
-    bucket.change = lambda name, body: body[: len(body) // 2] if next(numbers) % 2 else body
+    bucket.change = lambda name, body: body[: len(body) // 2] if next(numbers) % 3 else body
     assert read(source) == [(JPEGS[i], i % 7) for i in range(N)]
 
 
@@ -317,9 +346,11 @@ def test_data_that_does_not_exist_is_named(data, shards):
         open_split(data)
 
 
-def test_a_bucket_that_cannot_be_listed_is_named(shards, bucket):
-    bucket.fault = lambda *_: 401
-    with pytest.raises(UserError, match=f'^{DATA}'):
+@pytest.mark.parametrize(('status', 'kind'), [(401, StorageError), (501, TransientError)])
+def test_a_bucket_that_cannot_be_listed_is_named(status, kind, shards, bucket):
+    """With the exit code of an error that a job repeats, if the bucket fails."""
+    bucket.fault = lambda *_: status
+    with pytest.raises(kind, match=f'^{DATA}'):
         open_split()
 
 

@@ -213,6 +213,11 @@ def test_class_names_are_those_of_the_file_next_to_the_shards(tmp_path):
         open_source(tmp_path / 'train.tar')
 
 
+def test_classes_without_names_are_numbered_up_to_the_highest(tmp_path):
+    write(tmp_path / 'train.tar', [('a.jpg', JPEGS[0]), ('a.cls', b'3')])
+    assert open_source(tmp_path / 'train.tar').class_names == ('0', '1', '2', '3')
+
+
 def test_hosts_share_the_reading_of_shards_unless_they_have_their_own(monkeypatch):
     """Copies of shards on several hosts have other times of change."""
     said = []

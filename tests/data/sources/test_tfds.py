@@ -88,6 +88,17 @@ def test_a_set_in_a_bucket_is_the_set_on_the_disk(prepared, bucket, tmp_path, mo
         assert remote.class_names == local.class_names
 
 
+def test_a_set_in_a_bucket_has_as_many_records_as_it_says(prepared, bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+    data = upload(bucket, prepared['tfrecord'], 'made/1.2.0')
+    (name,) = [name for name in bucket.names() if '-test.' in name]
+    records = bucket.objects[name].data
+    length = int.from_bytes(records[:8], 'little')
+    bucket.put(name, records[length + 16 :], {})
+    with pytest.raises(UserError, match='test has 9 records; dataset_info.json says 10'):
+        opening.make_opener()(data, 'test')
+
+
 def test_each_label_column_of_a_set_in_a_bucket_has_its_own_index(bucket, tmp_path, monkeypatch):
     monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
     rows = [{'one': i % 3, 'twos': [2, i % 2]} for i in range(3)]
@@ -137,7 +148,7 @@ def test_several_labels_are_rows_and_other_numbers_are_rejected(tmp_path):
             labels_of(f'{value}', [value], columns)
 
 
-def test_images_of_floats_are_those_of_tfds(tmp_path):
+def test_images_of_floats_are_those_of_tfds(tmp_path, bucket, monkeypatch):
     """TFDS stores a float32 image as the PNG of its bytes, in four channels."""
     ramp = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8, 1)
     images = {'train': ramp, 'high': 2 * ramp, 'low': -ramp, 'nan': ramp * np.nan}
@@ -154,11 +165,14 @@ def test_images_of_floats_are_those_of_tfds(tmp_path):
     (root / 'features.json').write_text(json.dumps(described))
     stored = library.builder_from_directory(str(root)).as_data_source('train')[0]['image']
     np.testing.assert_array_equal(stored, ramp)
-    image, _ = opening.make_opener()(str(root), 'train').read(0)
-    np.testing.assert_array_equal(image, np.rint(255 * ramp[..., 0]))
-    for split in 'high', 'low', 'nan':
-        with pytest.raises(UserError, match='float32 pixels from .*; expected 0 to 1'):
-            opening.make_opener()(str(root), split).read(0)
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+    remote = upload(bucket, tfds_sets.tfrecord(root, tmp_path / 'tfrecord'), 'made/1.2.0')
+    for data in str(root), remote:
+        image, _ = opening.make_opener()(data, 'train').read(0)
+        np.testing.assert_array_equal(image, np.rint(255 * ramp[..., 0]))
+        for split in 'high', 'low', 'nan':
+            with pytest.raises(UserError, match='float32 pixels from .*; expected 0 to 1'):
+                opening.make_opener()(data, split).read(0)
 
 
 @pytest.mark.gate

@@ -121,9 +121,10 @@ def read_bucket_file(url: str) -> bytes | None:
     """Reads a small file completely; returns None if it does not exist."""
     _, name = split_url(url)
     try:
-        return bytes(_get(_open_store(url), name, url).bytes())
+        contents, _ = _get(_open_store(url), name, url)
     except MissingFile:
         return None
+    return bytes(contents)
 
 
 def write_bucket_file(url: str, contents: bytes) -> None:
@@ -135,8 +136,10 @@ def write_bucket_file(url: str, contents: bytes) -> None:
         raise StorageError(f'{url}: {_describe(error)}') from error
 
 
-def _get(store: Any, name: str, where: str, **options: Any) -> Any:
-    """Requests a file, or a range.
+def _get(store: Any, name: str, where: str, **options: Any) -> tuple[memoryview, dict[str, Any]]:
+    """Reads a file, or a range, without Python's lock. Returns its bytes and its metadata.
+
+    A request that fails for a passing reason is repeated.
 
     Args:
       store: The bucket.
@@ -152,7 +155,8 @@ def _get(store: Any, name: str, where: str, **options: Any) -> Any:
     import obstore.exceptions as failures
 
     try:
-        return store.get(name, options=options)
+        reply = store.get(name, options=options)
+        return memoryview(reply.bytes()), reply.meta
     except FileNotFoundError as error:
         raise MissingFile(f'{where}: does not exist') from error
     except (failures.PermissionDeniedError, failures.UnauthenticatedError) as error:
@@ -281,20 +285,11 @@ class RangeReader:
             return memoryview(b'')
         _, name = split_url(file.url)
         where = f'{file.url}: bytes {start:,} to {stop:,}'
-        attempts = 0
-        while True:
-            try:
-                reply = _get(self._store, name, where, range=(start, stop))
-            except MissingFile as error:
-                raise TransientError(f'{file.url}: was deleted') from error
-            attempts += 1
-            try:
-                contents = memoryview(reply.bytes())
-                break
-            except Exception as error:  # it is cut off, for which obstore does not repeat requests
-                if attempts > _RETRIES['max_retries']:
-                    raise TransientError(f'{where}: {_describe(error)}') from error
-        if str(reply.meta['e_tag' if _is_s3(file.url) else 'version']) != file.version:
+        try:
+            contents, state = _get(self._store, name, where, range=(start, stop))
+        except MissingFile as error:
+            raise TransientError(f'{file.url}: was deleted') from error
+        if str(state['e_tag' if _is_s3(file.url) else 'version']) != file.version:
             raise TransientError(f'{file.url}: was replaced; run the same command again')
         if len(contents) != stop - start:
             raise TransientError(f'{where}: got {len(contents):,} bytes')

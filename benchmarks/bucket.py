@@ -113,7 +113,7 @@ def measure_wait(data: str, seconds: float) -> None:
     """
     source = make_opener()(data, 'train')
     assert source.places is not None
-    window_gb = source.places.length.sum() / 2**30 / 2
+    window_gb = float(source.places.length.sum() / 2**30 / 2)
     with SimulatedDecoder(SIMULATED_SECONDS).installed():
         steps, batches = make_batches(data, LoaderConfig(shuffle_gb=window_gb, threads=_CORES))
         clock = Clock()

@@ -16,7 +16,7 @@ import pytest
 
 from tests.data.sources.test_shards import write
 from tests.servers.web import wait_until
-from vit_jax.base import StorageError, TransientError, UserError, buckets
+from vit_jax.base import StorageError, TransientError, UserError, buckets, ranges
 from vit_jax.data import inspection, loading
 from vit_jax.data.image_preprocessing import InceptionCrop, Preprocessing
 from vit_jax.data.loading import LoaderConfig
@@ -38,9 +38,9 @@ def _cache(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    for module in buckets, base:
+    for module in ranges, base:
         monkeypatch.setattr(module, 'BLOCK_BYTES', 2**14)  # has about seven images
-    monkeypatch.setattr(buckets, '_GAP', 2**11)
+    monkeypatch.setattr(ranges, '_GAP', 2**11)
 
 
 @pytest.fixture
@@ -207,9 +207,9 @@ def test_ranges_of_two_files_are_requested_apart(bucket):
     for name, content in contents.items():
         bucket.put(name, content, {})
     files, _ = buckets.list_folder(DATA)
-    reader = buckets.RangeReader(files)
-    with reader.request(np.array([0, 1, 0]), np.array([5, 10, 0]), np.array([5, 5, 5])) as ranges:
-        ranges.wait()
+    reader = buckets.BucketReader(files)
+    with reader.request(np.array([0, 1, 0]), np.array([5, 10, 0]), np.array([5, 5, 5])) as parts:
+        parts.wait()
         found = [bytes(reader.read(*place)) for place in ((0, 0, 5), (0, 5, 5), (1, 10, 5))]
     assert found == [bytes(range(first, first + 5)) for first in (0, 5, 30)]
     assert sorted(bucket.sent) == [('set/a', 0, 10), ('set/b', 10, 15)]

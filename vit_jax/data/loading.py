@@ -39,8 +39,8 @@ from vit_jax.base import (
     require,
     require_between,
 )
-from vit_jax.base.buckets import Ranges
 from vit_jax.base.progress import progress_bar
+from vit_jax.base.ranges import Ranges
 from vit_jax.data import sampling
 from vit_jax.data.image_decoding import MAX_PIXELS, MAX_PIXELS_LIMIT, is_jpeg
 from vit_jax.data.image_preprocessing import (

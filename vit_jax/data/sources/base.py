@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit_jax.base import Int, UserError, files, plural, require, usable
-from vit_jax.base.buckets import BLOCK_BYTES, RangeReader, Ranges
+from vit_jax.base.ranges import BLOCK_BYTES, RangeReader, Ranges
 from vit_jax.base.storage import is_remote
 from vit_jax.data import imagenet_classes
 

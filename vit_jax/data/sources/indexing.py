@@ -36,7 +36,7 @@ from vit_jax.base import (
 )
 from vit_jax.base.buckets import (
     BucketFile,
-    RangeReader,
+    BucketReader,
     list_folder,
     read_bucket_file,
     write_bucket_file,
@@ -44,6 +44,7 @@ from vit_jax.base.buckets import (
 from vit_jax.base.files import cache_folder, decode_path, open_file, read_range, read_text
 from vit_jax.base.npz import open_npz
 from vit_jax.base.progress import progress_bar
+from vit_jax.base.ranges import RangeReader
 from vit_jax.base.storage import is_remote
 from vit_jax.data.sources.base import EncodedImage, Label, Places, Source, multi_hot, warn_once
 from vit_jax.distributed.processes import gather_texts, keep_alive, share_work
@@ -67,8 +68,8 @@ class Sample(NamedTuple):
 Scan = Callable[[str, io.BufferedIOBase], Iterator[Sample]]
 
 
-class LocalFiles:
-    """Files on a disk, by number.
+class LocalFiles(RangeReader):
+    """Files on a disk.
 
     `root` is the folder that has all files. `states` are their sizes, and numbers that change if a
     file is replaced.
@@ -78,12 +79,13 @@ class LocalFiles:
         self.root = root
         self.paths = paths
         self.states = [_state(os.stat(path)) for path in paths]
+        super().__init__([size for size, _ in self.states])
 
     def open(self, number: int) -> io.BufferedIOBase:
         file: io.BufferedIOBase = open_file(self.paths[number])
         return file
 
-    def read(self, number: int, start: int, length: int) -> bytes:
+    def fetch(self, number: int, start: int, stop: int) -> memoryview:
         try:
             descriptor = os.open(self.paths[number], os.O_RDONLY)
         except (FileNotFoundError, PermissionError) as error:  # no error of this image alone
@@ -93,7 +95,7 @@ class LocalFiles:
                 raise TransientError(
                     f'{self.paths[number]}: was replaced; run the same command again'
                 )
-            return read_range(descriptor, length, start)
+            return memoryview(read_range(descriptor, stop - start, start))
         finally:
             os.close(descriptor)
 
@@ -102,7 +104,7 @@ def _state(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-class BucketFiles(RangeReader):
+class BucketFiles(BucketReader):
     """Files in a bucket, as LocalFiles."""
 
     def __init__(self, root: str, files: Sequence[BucketFile]):
@@ -375,7 +377,7 @@ def _read_parts_next_to(files: Files, names: dict[int, str]) -> dict[int, Index]
     if not listed:
         folder = pathlib.Path(files.root, INDEX_FOLDER)
         return {number: _read_part(folder / names[number]) for number in found}
-    reader = RangeReader(listed)
+    reader = BucketReader(listed)
     places = np.arange(len(listed))
     sizes = np.array([file.size for file in listed])
     parts = {}

@@ -229,7 +229,7 @@ def test_a_folder_has_its_files_and_subfolders_alone(scheme, bucket):
 
 def test_classes_of_a_bucket_cannot_be_balanced(shards):
     loader = make_loader(open_split(), balance=0.5)
-    with pytest.raises(UserError, match='balance=0.5.*because images lie in a bucket'):
+    with pytest.raises(UserError, match='balance=0.5.*because images are read in blocks'):
         load(loader, range(1))
 
 

@@ -8,7 +8,7 @@ import abc
 import contextlib
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -20,7 +20,8 @@ from vit_jax.base.errors import TransientError
 # The size of most requests: smaller ones cost more in total, larger ones arrive later.
 BLOCK_BYTES = 2**22
 _GAP = 2**18  # ranges that are closer are read together
-_AHEAD = 8  # blocks that are requested ahead in a file that is read from start to end
+_AHEAD = 7  # blocks that are requested ahead in a file that is read from start to end
+_SMALL_BYTES = 2**16
 _REQUESTS = 64  # at a time
 
 
@@ -30,7 +31,10 @@ class _Reply:
     def __init__(self, reader: 'RangeReader', number: int, start: int, stop: int):
         self.start = start
         self.stop = stop
+        self.users = 0  # the `Ranges` that need it
         self._future = reader.pool.submit(reader.fetch, number, start, stop)
+        self._decoded: dict[int, Any] = {}
+        self._lock = threading.Lock()
 
     @property
     def has_arrived(self) -> bool:
@@ -51,37 +55,44 @@ class _Reply:
         except futures.CancelledError as error:  # codespell:ignore
             raise TransientError('a request to the bucket was stopped') from error
 
+    def decode(self, offset: int, length: int, decode: Callable[[memoryview], Any]) -> Any:
+        """Returns the result of `decode` for a part of the bytes; decodes each part once."""
+        with self._lock:
+            if offset not in self._decoded:
+                self._decoded[offset] = decode(self.wait()[offset : offset + length])
+            return self._decoded[offset]
+
 
 class Ranges(contextlib.AbstractContextManager['Ranges']):
     """Ranges that are requested together. Used as a context manager, it releases their bytes."""
 
-    def __init__(self, reader: 'RangeReader', replies: list[_Reply]):
+    def __init__(self, reader: 'RangeReader', places: dict[tuple[int, int], tuple[_Reply, int]]):
         self._reader = reader
-        self._replies = replies
-        self.places: dict[tuple[int, int], tuple[_Reply, int]] = {}
+        self.places = places
+        self.replies = [*{id(reply): reply for reply, _ in places.values()}.values()]
 
     @property
     def num_bytes(self) -> int:
-        return sum(reply.stop - reply.start for reply in self._replies)
+        return sum(reply.stop - reply.start for reply in self.replies)
 
     @property
     def bytes_received(self) -> int:
-        return sum(reply.stop - reply.start for reply in self._replies if reply.has_arrived)
+        return sum(reply.stop - reply.start for reply in self.replies if reply.has_arrived)
 
     def wait(self) -> None:
         """Waits for all bytes."""
-        for reply in self._replies:
+        for reply in self.replies:
             reply.wait()
 
     def cancel(self) -> None:
         """Cancels the requests without a reply. Reading their bytes raises TransientError."""
-        for reply in self._replies:
+        for reply in self.replies:
             reply.cancel()
 
     def release(self) -> None:
-        """Cancels the requests without a reply, and drops all bytes."""
-        self._reader.forget(self)
-        self.cancel()
+        """Drops these bytes, and cancels requests, unless another `Ranges` needs them."""
+        for reply in self._reader.forget(self):
+            reply.cancel()
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -105,16 +116,26 @@ class RangeReader(abc.ABC):
           StorageError: If reading is not permitted.
         """
 
-    def read(self, number: int, start: int, length: int) -> memoryview:
-        """Returns `length` bytes of file `number` from `start`.
+    def read(
+        self,
+        number: int,
+        start: int,
+        length: int,
+        decode: Callable[[memoryview], Any] | None = None,
+    ) -> Any:
+        """Returns `length` bytes of file `number` from `start`, or what `decode` makes of them.
 
-        If a requested range contains them, they come from it; otherwise, a new request is made.
+        If a requested range contains them, they come from it, and are decoded once. Otherwise, a
+        new request is made.
         """
         for ranges in self._requested:
             if place := ranges.places.get((number, start)):
                 reply, offset = place
+                if decode is not None:
+                    return reply.decode(offset, length, decode)
                 return reply.wait()[offset : offset + length]
-        return self.fetch(number, start, start + length)
+        contents = self.fetch(number, start, start + length)
+        return contents if decode is None else decode(contents)
 
     def request(
         self,
@@ -124,15 +145,39 @@ class RangeReader(abc.ABC):
     ) -> Ranges:
         """Requests ranges, neighbors together, and returns at once.
 
+        Ranges that another `Ranges` has requested are shared with it.
+
         Args:
           numbers: The numbers of the files.
           starts: The first byte of each range in its file.
           lengths: The lengths of the ranges.
         """
         order = np.lexsort((starts, numbers))
-        file, start = numbers[order], starts[order]
-        stop = start + lengths[order]
-        is_first = np.ones(len(order), bool)
+        file, start, stop = numbers[order], starts[order], (starts + lengths)[order]
+        is_new = np.ones(len(order), bool)
+        is_new[1:] = (file[1:] != file[:-1]) | (start[1:] != start[:-1])
+        keys = [*zip(file[is_new].tolist(), start[is_new].tolist(), strict=True)]
+        with self._lock:
+            places = {
+                key: ranges.places[key]
+                for ranges in self._requested
+                for key in keys
+                if key in ranges.places
+            }
+            if places:
+                is_new[is_new] = [key not in places for key in keys]
+            places |= self._begin_all(file[is_new], start[is_new], stop[is_new])
+            ranges = Ranges(self, places)
+            for reply in ranges.replies:
+                reply.users += 1
+            self._requested = (*self._requested, ranges)
+        return ranges
+
+    def _begin_all(
+        self, file: Int[np.ndarray, 'n'], start: Int[np.ndarray, 'n'], stop: Int[np.ndarray, 'n']
+    ) -> dict[tuple[int, int], tuple[_Reply, int]]:
+        """Requests sorted ranges; returns the reply and the place in it by file and start."""
+        is_first = np.ones(len(file), bool)
         is_first[1:] = (
             (file[1:] != file[:-1])
             | (start[1:] // BLOCK_BYTES != start[:-1] // BLOCK_BYTES)
@@ -146,25 +191,28 @@ class RangeReader(abc.ABC):
                 file[firsts].tolist(), start[firsts].tolist(), stops.tolist(), strict=True
             )
         ]
-        ranges = Ranges(self, replies)
-        number_of = (np.cumsum(is_first) - 1).tolist()
-        offsets = (start - start[firsts][number_of]).tolist() if len(firsts) else []
-        for key, number, offset in zip(
-            zip(file.tolist(), start.tolist(), strict=True), number_of, offsets, strict=True
-        ):
-            ranges.places[key] = replies[number], offset
-        with self._lock:
-            self._requested = (*self._requested, ranges)
-        return ranges
+        numbers = np.cumsum(is_first) - 1
+        offsets = start - start[firsts][numbers] if len(firsts) else start
+        keys = zip(file.tolist(), start.tolist(), strict=True)
+        places = zip([replies[n] for n in numbers.tolist()], offsets.tolist(), strict=True)
+        return dict(zip(keys, places, strict=True))
 
-    def forget(self, ranges: Ranges) -> None:
-        """Stops reading from these ranges."""
+    def forget(self, ranges: Ranges) -> list[_Reply]:
+        """Stops reading from these ranges; returns the replies that no other ranges need."""
         with self._lock:
+            if all(one is not ranges for one in self._requested):
+                return []
             self._requested = tuple(one for one in self._requested if one is not ranges)
+            for reply in ranges.replies:
+                reply.users -= 1
+            return [reply for reply in ranges.replies if not reply.users]
 
-    def open(self, number: int) -> io.BufferedIOBase:
-        """Opens a file for reading from start to end; blocks are requested ahead."""
-        raw: Any = _RawFile(self, number)
+    def open(self, number: int, *, ahead: int = _AHEAD) -> io.BufferedIOBase:
+        """Opens a file for reading from start to end; blocks are requested ahead.
+
+        With `ahead=0` it is opened for reading small parts: small blocks are read when needed.
+        """
+        raw: Any = _RawFile(self, number, BLOCK_BYTES if ahead else _SMALL_BYTES, 1 + ahead)
         return io.BufferedReader(raw, 2**16)
 
     def begin(self, number: int, start: int, stop: int) -> _Reply:
@@ -173,13 +221,15 @@ class RangeReader(abc.ABC):
 
 
 class _RawFile(io.RawIOBase):
-    """A file that is read in blocks, which are requested ahead."""
+    """A file that is read in blocks; this block and the next ones are requested together."""
 
-    def __init__(self, reader: RangeReader, number: int):
+    def __init__(self, reader: RangeReader, number: int, block_bytes: int, together: int):
         self._reader = reader
         self._number = number
         self._size = reader.sizes[number]
         self._position = 0
+        self._block_bytes = block_bytes
+        self._together = together
         self._blocks: dict[int, _Reply] = {}
 
     def readable(self) -> bool:
@@ -188,17 +238,20 @@ class _RawFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
+    def tell(self) -> int:
+        return self._position
+
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = start + offset
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        block, offset = divmod(self._position, BLOCK_BYTES)
-        for number in range(block, block + _AHEAD):
-            start = number * BLOCK_BYTES
+        block, offset = divmod(self._position, self._block_bytes)
+        for number in range(block, block + self._together):
+            start = number * self._block_bytes
             if number not in self._blocks and start < self._size:
-                stop = min(start + BLOCK_BYTES, self._size)
+                stop = min(start + self._block_bytes, self._size)
                 self._blocks[number] = self._reader.begin(self._number, start, stop)
         for number in [number for number in self._blocks if number < block]:
             del self._blocks[number]

@@ -112,7 +112,7 @@ def check_order(source: Source, config: LoaderConfig, batch_size: int) -> str | 
     enough = _BLOCKS_PER_CLASS * num_classes
     if not is_sorted or blocks >= enough or images > len(source) - batch_size:
         return None
-    block_bytes = places.length.sum() / len(places.find_blocks(len(source)))
+    block_bytes = places.num_bytes / len(places.find_blocks(len(source)))
     return (
         f'{run_length:,.0f} neighbors in the shards have the same class on average, and a window '
         f'has {blocks:,.0f} blocks; write the shards in random order, or set '

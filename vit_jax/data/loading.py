@@ -447,7 +447,7 @@ def make_windows(source: Source, config: LoaderConfig, batch_size: int) -> Windo
     """Returns the windows in which the images of a bucket are shuffled."""
     assert source.places is not None
     distinct = -(-batch_size // config.repeats)
-    images = int(config.shuffle_gb * 2**30 / source.places.length.mean())
+    images = int(config.shuffle_gb * 2**30 * len(source) / source.places.num_bytes)
     return Windows.of(len(source), batch_size=distinct, shuffled_images=images)
 
 
@@ -479,7 +479,7 @@ def check_window_memory(
     assert source.places is not None
     windows = make_windows(source, config, batch_size)
     images = windows.lanes * windows.size
-    window_bytes = round(images * source.places.length.mean())
+    window_bytes = round(images * source.places.num_bytes / len(source))
     # If an image is several times in a batch, its copies may be on several hosts.
     share = config.repeats * len(local_rows(sharding, batch_size)) / batch_size
     share = min(1.0, share * count_processes_on_host())
@@ -504,7 +504,7 @@ def check_balance(source: Source, config: LoaderConfig) -> None:
         where = f'loader.balance={config.balance}'
         require(not source.multi_label, f'{where}: {expected}, because images have several classes')
         require(bool(source.class_names), f'{where}: {expected}, because images have no classes')
-        require(source.places is None, f'{where}: {expected}, because images lie in a bucket')
+        require(source.places is None, f'{where}: {expected}, because images are read in blocks')
 
 
 @dataclasses.dataclass(frozen=True)

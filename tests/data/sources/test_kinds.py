@@ -15,7 +15,9 @@ from typing import Literal, NamedTuple
 
 import cv2
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from vit_jax.base import UserError
 from vit_jax.data.image_decoding import decode
@@ -101,6 +103,21 @@ def make_shards(folder, photos):
     return str(folder / 'train-{0..1}.tar')
 
 
+def make_parquet(folder, photos):
+    """A file of two row groups, whose sizes change with each image."""
+    images = [{'bytes': encode(photo), 'path': None} for photo in photos]
+    features = {
+        'image': {'_type': 'Image'},
+        'label': {'_type': 'ClassLabel', 'names': CLASSES},
+    }
+    table = pa.table({'image': images, 'label': LABELS})
+    described = {'huggingface': json.dumps({'info': {'features': features}})}
+    (folder / 'data').mkdir(exist_ok=True)
+    path = folder / 'data' / 'train-00000-of-00001.parquet'
+    parquet.write_table(table.replace_schema_metadata(described), path, row_group_size=6)
+    return str(folder)
+
+
 def make_array_record(folder, photos, name='made_here:1.2.0'):
     tfds_sets = pytest.importorskip('tests.tfds_sets', reason='tensorflow-datasets is missing')
     examples = [*zip(map(encode, photos), LABELS, strict=True)]
@@ -155,6 +172,8 @@ FORMS = {
     'tables': [Form(make_csv), Form(make_jsonl)],
     'imagenet': [Form(make_imagenet)],
     'shards': [Form(make_shards), Form(make_shards, in_bucket=True)],
+    # The numbers are those of row groups; of a changed one and those after it in its file.
+    'parquet': [Form(make_parquet, 'file'), Form(make_parquet, 'file', in_bucket=True)],
     'folders': [Form(make_folders)],
 }
 CASES = [

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.base import Int, UserError, files, plural, require, usable
+from vit_jax.base import Bool, Int, UserError, files, plural, require, usable
 from vit_jax.base.ranges import BLOCK_BYTES, RangeReader, Ranges
 from vit_jax.base.storage import is_remote
 from vit_jax.data import imagenet_classes
@@ -31,7 +31,10 @@ EncodedImage = bytes | memoryview | np.ndarray  # bytes of an encoded file, or u
 
 
 class Places(NamedTuple):
-    """Where images lie in the files of a bucket, which are read in blocks of neighbors."""
+    """Where images lie in files that are read in blocks of neighbors.
+
+    Images with the same file and start are stored together, and are always read together.
+    """
 
     reader: RangeReader
     file: Int[np.ndarray, 'n']
@@ -41,17 +44,36 @@ class Places(NamedTuple):
     def select(self, indices: Int[np.ndarray, 'm']) -> 'Places':
         return Places(self.reader, self.file[indices], self.start[indices], self.length[indices])
 
-    def find_blocks(self, most_images: int) -> Int[np.ndarray, 'b']:
-        """Returns the first image of each block: neighbors within BLOCK_BYTES of a file."""
-        numbers = np.arange(len(self.file))
+    @property
+    def is_first(self) -> Bool[np.ndarray, 'n']:
+        """Whether each image is the first one that is stored at its place."""
         is_first = np.ones(len(self.file), bool)
-        is_first[1:] = (
+        is_first[1:] = (self.file[1:] != self.file[:-1]) | (self.start[1:] != self.start[:-1])
+        return is_first
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.length[self.is_first].sum())
+
+    def find_blocks(self, most_images: int) -> Int[np.ndarray, 'b']:
+        """Returns the first image of each block: neighbors within BLOCK_BYTES of a file.
+
+        A block has at most `most_images` images, unless more are stored together.
+        """
+        numbers = np.arange(len(self.file))
+        is_first = self.is_first
+        starts_block = np.ones(len(self.file), bool)
+        starts_block[1:] = (
             (self.file[1:] != self.file[:-1])
             | (self.start[1:] // BLOCK_BYTES != self.start[:-1] // BLOCK_BYTES)
             | (self.start[1:] < self.start[:-1])
         )
-        in_block = numbers - np.maximum.accumulate(np.where(is_first, numbers, 0))
-        return np.flatnonzero(in_block % most_images == 0)
+        # Of the first image at the same place: its number in its block.
+        in_block = numbers - np.maximum.accumulate(np.where(starts_block, numbers, 0))
+        part = in_block // most_images
+        part = part[np.maximum.accumulate(np.where(is_first, numbers, 0))]
+        starts_block[1:] |= part[1:] != part[:-1]
+        return np.flatnonzero(starts_block)
 
     def request(self, indices: Int[np.ndarray, 'm']) -> Ranges:
         """Requests these images together, before `Source.read` reads them."""
@@ -66,7 +88,7 @@ class Source:
     `label_of(i)` returns only its label, which may be as slow as reading the image. `size_of(i)`
     returns a number that changes with the image, such as the size of its file or a checksum, or -1
     if it is unknown; it decodes nothing. Resumed runs detect replaced images by this number.
-    `places` is set if the images lie in a bucket. `data` and `split` are the names in the
+    `places` is set if the images are read in blocks. `data` and `split` are the names in the
     configuration (see `make_opener`).
     """
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -52,6 +53,7 @@ from vit_jax.distributed.processes import gather_texts, keep_alive, share_work
 INDEX_FOLDER = '_vit_jax_index'  # next to the shards
 _VERSION = 2
 _AT_ONCE = 8  # shards that are read at once
+_SPLIT_WORDS = 'train', 'training', 'val', 'validation', 'valid', 'test', 'testing'
 
 
 class Sample(NamedTuple):
@@ -81,7 +83,7 @@ class LocalFiles(RangeReader):
         self.states = [_state(os.stat(path)) for path in paths]
         super().__init__([size for size, _ in self.states])
 
-    def open(self, number: int) -> io.BufferedIOBase:
+    def open(self, number: int, *, ahead: int = 0) -> io.BufferedIOBase:
         file: io.BufferedIOBase = open_file(self.paths[number])
         return file
 
@@ -157,19 +159,33 @@ def _require_all(data: str, paths: Sequence[str], existing: Iterable[str]) -> No
         raise MissingFile(f'{data}: {count} of {len(paths):,} missing, such as {missing[0]}')
 
 
-def list_folders(root: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields the name and the file paths of a folder (with the name '') and of its subfolders."""
+def list_folders(
+    root: str, is_listed: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields the name and the file paths of a folder (with the name '') and of its subfolders.
+
+    Args:
+      root: The folder.
+      is_listed: Returns whether a subfolder with this name is listed.
+    """
     if is_remote(root):
         files, folders = list_folder(root)
         yield '', [file.url for file in files]
         for folder in folders:
-            yield os.path.basename(folder), [file.url for file in list_folder(folder)[0]]
+            if is_listed(name := os.path.basename(folder)):
+                yield name, [file.url for file in list_folder(folder)[0]]
     elif os.path.isdir(root):
         entries = [*os.scandir(root)]
         yield '', [entry.path for entry in entries if not entry.is_dir()]
         for entry in entries:
-            if entry.is_dir():
+            if entry.is_dir() and is_listed(entry.name):
                 yield entry.name, [os.path.join(entry.path, name) for name in os.listdir(entry)]
+
+
+def split_of(path: str) -> str:
+    """Returns the name of a split that is a word of a file name; `all` if there is none."""
+    words = re.split(r'[^a-z]+', os.path.basename(path).lower())
+    return next((word for word in words if word in _SPLIT_WORDS), 'all')
 
 
 def read_optional_text(path: str) -> str | None:
@@ -254,7 +270,15 @@ class Index:
         return labels
 
 
-def load_index(files: Files, numbers: Sequence[int], scan: Scan, *, form: str, data: str) -> Index:
+def load_index(
+    files: Files,
+    numbers: Sequence[int],
+    scan: Scan,
+    *,
+    form: str,
+    data: str,
+    in_parts: bool = False,
+) -> Index:
     """Reads the index of each shard, or makes it by reading the shard.
 
     Args:
@@ -263,6 +287,7 @@ def load_index(files: Files, numbers: Sequence[int], scan: Scan, *, form: str, d
       scan: Finds the images of a shard.
       form: The format, and the options of `scan`.
       data: The name of the data for messages.
+      in_parts: Whether `scan` reads only small parts of a shard.
 
     Raises:
       UserError: If a shard cannot be read, or if there are no images.
@@ -278,7 +303,8 @@ def load_index(files: Files, numbers: Sequence[int], scan: Scan, *, form: str, d
         keep_alive()
         if number in stored:  # in this process, but not in another one
             return _to_npz(stored[number])
-        with usable(files.paths[number]), files.open(number) as file:
+        opened = files.open(number, ahead=0) if in_parts else files.open(number)
+        with usable(files.paths[number]), opened as file:
             contents = _to_npz(Index.of(scan(files.paths[number], file)))
         _write_part(cached[number], contents)
         return contents
@@ -428,6 +454,7 @@ def open_source(
     multi_label: bool = False,
     name_of: Callable[[int], str] | None = None,
     convert: Callable[[bytes | memoryview], EncodedImage] | None = None,
+    decode: Callable[[int, int, memoryview], Any] | None = None,
 ) -> Source:
     """Opens the images of an index.
 
@@ -440,8 +467,22 @@ def open_source(
       multi_label: Whether an image may have several classes.
       name_of: Returns the name of an image for messages; by default SHARD:NAME.
       convert: Converts the stored bytes of an image; by default they are an encoded file.
+      decode: Returns the images that are stored together, from the number of their file, their
+        first byte, and their bytes; by default each image is stored alone.
     """
     is_verified = np.zeros(len(index), bool)
+    places = Places(files, index.shard, index.start, index.length)
+    positions = np.arange(len(index))
+    # The number of each image among those that are stored together.
+    rows = positions - np.maximum.accumulate(np.where(places.is_first, positions, 0))
+
+    def read_together(number: int) -> tuple[EncodedImage, Label]:
+        assert decode is not None
+        place = int(index.shard[number]), int(index.start[number])
+        images = files.read(*place, int(index.length[number]), functools.partial(decode, *place))
+        image = images[int(rows[number])]
+        require(image.is_valid, 'the file has only a path; expected the bytes of the image')
+        return memoryview(image.as_buffer()), label_of(number)
 
     def read(number: int) -> tuple[EncodedImage, Label]:
         stored = files.read(
@@ -466,18 +507,16 @@ def open_source(
         facts = index.checksum[number], index.shard[number], index.start[number]
         return zlib.crc32(np.array(facts, np.int64).tobytes())
 
-    places = None
-    if isinstance(files, BucketFiles):
-        places = Places(files, index.shard, index.start, index.length)
+    is_local = isinstance(files, LocalFiles) and decode is None
     return Source(
         count=len(index),
         class_names=class_names,
-        read=read,
+        read=read_together if decode else read,
         name_of=name_of or default_name,
         label_of=label_of,
         size_of=size_of,
         labels_in_memory=True,
         multi_label=multi_label,
-        places=places,
+        places=None if is_local else places,
         write_index=functools.partial(write_index, files, numbers, form=form),
     )

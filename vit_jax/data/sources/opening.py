@@ -32,7 +32,7 @@ from vit_jax.data.sources.base import (
 )
 
 # The first kind that recognizes the data opens it. `folders` is last: it accepts any folder.
-_NAMES = 'arrays', 'tfds', 'vtab', 'tables', 'imagenet', 'shards', 'folders'
+_NAMES = 'arrays', 'tfds', 'vtab', 'tables', 'imagenet', 'shards', 'parquet', 'folders'
 KINDS: tuple[SourceKind, ...] = tuple(
     importlib.import_module(f'vit_jax.data.sources.{name}').KIND for name in _NAMES
 )
@@ -45,8 +45,8 @@ _TEST_SPLIT_HINT = (
 )
 _SMALL_CLASS = 100  # classes with at most this many images hold out exactly the fraction
 _REMOTE = (
-    'neither shards (*.tar) nor a folder that TFDS prepared; write images as shards, or copy them '
-    'to a disk of every host (gcloud storage rsync -r)'
+    'neither shards (*.tar, *.parquet) nor a folder that TFDS prepared; write shards, or copy '
+    'images to a disk of every host (gcloud storage rsync -r)'
 )
 
 

@@ -29,6 +29,7 @@ from vit_jax.data.sources.indexing import (
     load_index,
     open_source,
     read_optional_text,
+    split_of,
 )
 
 CLASS_NAMES = 'classnames.txt'  # a line per class, next to the shards
@@ -37,7 +38,6 @@ _COMPRESSED = re.compile(r'\.(tgz|tar\.(gz|bz2|xz|zst))$', re.IGNORECASE)
 _SHARD = re.compile(r'\.(tar|tgz|tar\.(gz|bz2|xz|zst))$', re.IGNORECASE)
 _RANGE = re.compile(r'\{(\d+)\.\.(\d+)\}')
 _KEY = re.compile(r'((?:.*/)?[^./][^.]*)\.([^/]*)')  # a name up to its first dot, and the rest
-_SPLITS = 'train', 'training', 'val', 'validation', 'valid', 'test', 'testing'
 
 
 def expand(pattern: str) -> list[str]:
@@ -66,7 +66,7 @@ def _find_shards(root: str) -> dict[str, list[str]]:
         inside = [path for path in paths if _SHARD.search(path)]
         if not folder:
             for path in inside:
-                shards.setdefault(_split_of(path), []).append(path)
+                shards.setdefault(split_of(path), []).append(path)
         elif inside:
             shards[folder] = inside
         elif not folder.startswith(('.', '_')):
@@ -74,15 +74,9 @@ def _find_shards(root: str) -> dict[str, list[str]]:
     return {split: sorted(shards[split]) for split in sorted(shards)}
 
 
-def _split_of(path: str) -> str:
-    """Returns the name of a split that is a word of a file name; `all` if there is none."""
-    words = re.split(r'[^a-z]+', os.path.basename(path).lower())
-    return next((word for word in words if word in _SPLITS), 'all')
-
-
 def _open_splits(data: str) -> Splits:
     if _SHARD.search(data):
-        shards = {_split_of(data): expand(data)}
+        shards = {split_of(data): expand(data)}
         root = os.path.dirname(data.partition('{')[0]) or '.'
     else:
         shards = _find_shards(data)

@@ -193,7 +193,9 @@ def test_batches_of_row_groups_do_not_depend_on_processes_and_starts(
         bucket.put(f'set/{path.name}', path.read_bytes(), {})
     source = open_split('gs://bucket/set' if place == 'bucket' else tmp_path)
     whole = load(source, range(50), np.arange(8))
-    used = {pair for b in whole for pair in zip(b['epoch'].tolist(), b['example'].tolist())}
+    used = {
+        pair for b in whole for pair in zip(b['epoch'].tolist(), b['example'].tolist(), strict=True)
+    }
     assert used >= {(0, i) for i in range(200)} and len(used) == 50 * 8
     for batch in whole:
         assert batch['labels'].tolist() == (batch['example'] % 3).tolist()

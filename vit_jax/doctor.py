@@ -139,10 +139,12 @@ def _check_training(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def _check_bucket(experiment: Experiment) -> None:
-    """Measures how fast this process reads training images from their bucket."""
-    speed = inspection.measure_bucket(experiment.train_reader.source)
+    """Measures how fast this process reads training images that are read in blocks."""
+    source = experiment.train_reader.source
+    speed = inspection.measure_bucket(source)
+    place = 'bucket' if storage.is_remote(source.data) else 'disk'
     _say(
-        'bucket',
+        place,
         f'{speed.bytes_per_second / 1e6:,.0f} MB/s, {speed.images_per_second:,.0f} images/s; '
         f'{1000 * speed.latency:,.0f} ms for one image',
     )
@@ -153,7 +155,7 @@ def _check_bucket(experiment: Experiment) -> None:
     # A multiply-add is two operations; a training step needs three times those of its forward pass.
     rate = 0.5 * peak * jax.local_device_count() / (6 * multiply_adds)
     answer = 'can' if speed.images_per_second >= rate else 'cannot'
-    _say('', f'the bucket {answer} feed this process at half of its peak, {rate:,.0f} images/s')
+    _say('', f'the {place} {answer} feed this process at half of its peak, {rate:,.0f} images/s')
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -323,7 +323,7 @@ def describe_run(experiment: Experiment) -> str:
     if source.places is not None:
         sharding = meshes.batch_sharding(experiment.mesh)
         memory = loading.check_window_memory(source, config.loader, config.batch_size, sharding)
-        lines.insert(1, f'bucket  {memory}; the first batch waits for most images of a window')
+        lines.insert(1, f'order   {memory}; the first batch waits for most images of a window')
     lines += experiment.task.describe(config)
     return '\n'.join([*lines, *experiment.param_group_report])
 

@@ -75,8 +75,10 @@ def serve(folder: str, delay: float) -> None:
             return body
 
         bucket.change = answer
-        for path in sorted(pathlib.Path(folder).iterdir()):
-            bucket.put(f'shards/{path.name}', path.read_bytes(), {})
+        root = pathlib.Path(folder)
+        for path in sorted(root.rglob('*')):
+            if path.is_file():
+                bucket.put(f'shards/{path.relative_to(root)}', path.read_bytes(), {})
         print(json.dumps(bucket.environment()), flush=True)
         sys.stdin.read()
 

@@ -102,6 +102,19 @@ def test_slices_that_overlap_are_counted(photos, tmp_path, capsys, train, test, 
         assert printed.count('also training images') == len(line)
 
 
+def test_images_that_the_run_does_not_read_do_not_stop_it(tmp_path):
+    """Such as those of an unlabeled split."""
+    for split in 'train', 'val', 'test':
+        for name in 'cat', 'dog':
+            path = tmp_path / 'set' / split / name / 'a.png'
+            path.parent.mkdir(parents=True)
+            Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(path)
+    (tmp_path / 'set' / 'test' / 'cat' / 'a.png').write_bytes(b'damaged')
+    for split, code in ('test', 1), ('val', 0):
+        config = tiny.experiment(data=str(tmp_path / 'set'), eval_split=split)
+        assert look(config, tmp_path / split) == code
+
+
 def test_every_problem_is_listed_in_one_go(photos, tmp_path, monkeypatch):
     def problems(**changes):
         assert look(tiny.experiment(**{'data': str(photos)} | changes), tmp_path / 'out') == 1

@@ -1,8 +1,8 @@
 """Writes an index next to data in shards: python -m vit_jax.index --data=DATA.
 
-Without it, the first run of each user reads all shards once. DATA is a folder of tar shards, or a
-folder that TFDS prepared in a bucket. The index is written to the folder _vit_jax_index next to the
-shards. Run the program again after you replace shards.
+Without it, the first run of each user reads all shards once. DATA is a folder of tar shards or
+Parquet files, or a folder that TFDS prepared in a bucket. The index is written to the folder
+_vit_jax_index next to the shards. Run the program again after you replace shards.
 """
 
 import argparse
@@ -21,7 +21,8 @@ def main(arguments: argparse.Namespace) -> int:
         source = splits[name]()
         if source.write_index is None:
             raise UserError(
-                f'--data={arguments.data}: expected data in shards, which need an index'
+                f'--data={arguments.data}: needs no index; expected tar shards, Parquet files, or '
+                'a folder of TFDS in a bucket'
             )
         count = source.write_index()
         written = f'wrote {plural(count, "file")} to' if count else 'the index is complete in'

@@ -26,7 +26,13 @@ from vit_jax.data.augmentation import augment, host_crop
 from vit_jax.data.inspection import ImageInfo, SplitReport
 from vit_jax.data.sampling import Examples
 from vit_jax.data.sources.base import Source, split_names
-from vit_jax.data.sources.opening import Opener, make_opener, open_splits, require_outside
+from vit_jax.data.sources.opening import (
+    Opener,
+    find_split,
+    make_opener,
+    open_splits,
+    require_outside,
+)
 from vit_jax.experiment.build import make_readers, open_start, resolve_preprocessing
 from vit_jax.figures import bitmaps
 from vit_jax.tasks.making import make_task, needs_classes
@@ -74,7 +80,9 @@ def main(arguments: argparse.Namespace) -> int:
     size = config.image_size or (model.image_size if model else _DEFAULT_SIZE)
     reader_of = make_readers(config, preprocessing, size)
     scans, readable_images = _scan(sources, reader_of)
-    unreadable = sum(len(scan.unreadable) for scan in scans.values())
+    parts = config.train_split, *tests
+    used = {find_split(name, scans) for part in parts for name in split_names(part)}
+    unreadable = sum(len(scan.unreadable) for split, scan in scans.items() if split in used)
     if unreadable and config.loader.on_unreadable != 'skip':
         remedy = 'repair or remove them, or pass --config.loader.on_unreadable=skip'
         problems.append(f'{plural(unreadable, "image")} cannot be read: {remedy}')

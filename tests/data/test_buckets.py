@@ -332,7 +332,7 @@ def test_an_index_is_made_once_and_again_for_a_shard_that_was_replaced(data, sha
 WRONG = {
     'gs://bucket/none': 'neither shards',
     'gs://bucket/set/train-{00..03}.tar': '1 shard of 4 missing, such as .*train-03.tar',
-    'gs://bucket/set/trian-{00..03}.tar': 'none of its 4 shards exists',
+    'gs://bucket/set/trian-{00..03}.tar': 'none of its 4 shards exists, such as .*trian-00.tar',
     'gs://other/set': 'bucket does not exist',
     's3://bucket/none': 'neither shards',
     's3://other/set': 'NoSuchBucket.*AWS_ACCESS_KEY_ID',

@@ -60,6 +60,9 @@ class _Reply:
         with self._lock:
             if offset not in self._decoded:
                 self._decoded[offset] = decode(self.wait()[offset : offset + length])
+                if length == self.stop - self.start:  # the bytes are no longer needed
+                    self._future = futures.Future()
+                    self._future.set_result(memoryview(b''))
             return self._decoded[offset]
 
 

@@ -32,7 +32,8 @@ class SingleLabel(Task):
     ) -> list[str]:
         data = records.text_of(config.data)
         problems = [
-            f'{data}: the class names of train and {name} differ'
+            f'{data}: the class names of train and {name} differ '
+            f'({len(train.class_names):,} and {len(source.class_names):,} classes)'
             for name, source in evaluated.items()
             if source.class_names != train.class_names
         ]

@@ -59,6 +59,7 @@ def expected(numbers):
 LAYOUTS = {
     'data folder': ['data/train-00000-of-00002.parquet', 'data/train-00001-of-00002.parquet'],
     'flat': ['train-00000-of-00002.parquet', 'train-00001-of-00002.parquet'],
+    'hashes': ['data/train-00000-of-00002-ab12.parquet', 'data/train-00001-of-00002-cd3.parquet'],
     'split folders': ['train/0000.parquet', 'train/0001.parquet'],
     'README': ['x/a.parquet', 'x/b.parquet'],
 }
@@ -98,6 +99,11 @@ def test_every_compression_is_read(compression, version, tmp_path):
     options = {'compression': compression, 'data_page_version': version}
     write_split(tmp_path / 'train.parquet', range(40), data_page_size=900, **options)
     assert read(open_split(tmp_path)) == expected(range(40))
+
+
+def test_a_split_may_have_any_name(tmp_path):
+    write_split(tmp_path / 'data' / 'train_small-00000-of-00001.parquet', range(5))
+    assert read(open_split(tmp_path, 'train_small')) == expected(range(5))
 
 
 def test_a_single_file_is_a_set(tmp_path):

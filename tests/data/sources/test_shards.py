@@ -125,7 +125,7 @@ FAULTS = {
     ),
     'not all have a class': (
         [('a.jpg', b''), ('a.cls', b'1'), ('b.jpg', b'')],
-        'b.jpg: has no .cls',
+        'b.jpg: has no class, unlike 1 sample',
     ),
     'no images': ([('a.txt', b'')], 'no images in 1 shard'),
 }
@@ -156,6 +156,19 @@ def test_a_shard_that_is_cut_off_between_two_files_is_named(tmp_path):
     (tmp_path / 'train.tar').write_bytes(whole[: last.offset])
     with pytest.raises(UserError, match='train.tar: .*damaged or cut off at byte'):
         open_source(tmp_path / 'train.tar')
+
+
+def test_a_compressed_copy_of_a_shard_is_ignored(tmp_path):
+    write(tmp_path / 'train.tar', samples(range(3)))
+    (tmp_path / 'train.tar.gz').write_bytes(b'')
+    assert read(open_source(tmp_path)) == expected(range(3))
+
+
+def test_a_shard_that_belongs_to_no_split_is_named(tmp_path):
+    for name in 'train.tar', 'other.tar':
+        write(tmp_path / name, samples(range(3)))
+    with pytest.raises(UserError, match='other.tar: .*train, .*val'):
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize('name', ['train.tar.gz', 'train.tgz', 'train-{0..3}.tar.gz'])
@@ -210,6 +223,48 @@ def test_class_names_are_those_of_the_file_next_to_the_shards(tmp_path):
     assert open_source(tmp_path / 'train.tar').class_names == ('cat', 'dog', 'emu')
     (tmp_path / 'classnames.txt').write_text('cat\ndog\n')
     with pytest.raises(UserError, match='has 2 classes; .* class number 2'):
+        open_source(tmp_path / 'train.tar')
+
+
+@pytest.mark.parametrize('classes', ['json', 'both'])
+def test_class_numbers_are_read_from_json(classes, tmp_path):
+    """A .cls has priority."""
+    members = []
+    for number in range(6):
+        described = json.dumps({'label': number % 3, 'width': 5}).encode()
+        members += [(f'{number}.jpg', JPEGS[number]), (f'{number}.json', described)]
+        if classes == 'both':
+            members.append((f'{number}.cls', b'1'))
+    write(tmp_path / 'train.tar', members)
+    found = [label for _, label in read(open_source(tmp_path / 'train.tar'))]
+    assert found == [0, 1, 2, 0, 1, 2] if classes == 'json' else [1] * 6
+
+
+@pytest.mark.parametrize('text', [b'{"label": "cat"}', b'{"label": -1}', b'[0]', b'{', b'{"a": 0}'])
+def test_json_without_a_class_number_has_no_class(text, tmp_path):
+    write(tmp_path / 'train.tar', [('a.jpg', JPEGS[0]), ('a.json', text)])
+    source = open_source(tmp_path / 'train.tar', needs_classes=False)
+    assert source.class_names == () and len(source) == 1
+
+
+PATTERNS = (
+    'train-*.tar',
+    'train-{0,1}.tar',
+    '{train,val}-{0..1}.tar',
+    'a.tar::b.tar',
+    'pipe:cat a.tar',
+)
+
+
+@pytest.mark.parametrize('pattern', PATTERNS)
+def test_patterns_of_other_programs_are_rejected_with_a_range(pattern, tmp_path):
+    with pytest.raises(UserError, match=r'expected the folder of the shards.*\{0000\.\.1023\}'):
+        open_source(pattern)
+
+
+def test_names_with_another_dot_are_explained(tmp_path):
+    write(tmp_path / 'train.tar', [('photo_1.v1.jpg', JPEGS[0]), ('photo_1.v1.cls', b'0')])
+    with pytest.raises(UserError, match='no images in 1 shard; expected .* first dot'):
         open_source(tmp_path / 'train.tar')
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,23 @@ def test_a_prepared_set_is_found_by_its_name(prepared, kind, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             opening.make_opener()(name, split)
+
+
+def test_a_set_in_a_bucket_is_found_by_its_name(prepared, bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+    monkeypatch.setenv('TFDS_DATA_DIR', 'gs://bucket/sets')
+    for version in '1.2.0', '1.10.0', '1.9.0':
+        upload(bucket, prepared['tfrecord'], f'sets/made_here/{version}')
+    found = {'': '1.10.0', ':1.2.0': '1.2.0', ':1.9.*': '1.9.0'}
+    for version, folder in found.items():
+        assert tfds.find_prepared(f'made_here{version}') == f'gs://bucket/sets/made_here/{folder}'
+    source = opening.make_opener()('tfds:made_here:1.2.0', 'test')
+    assert len(source) == 10 and source.places is not None
+    with pytest.raises(UserError, match='found the folders 1.10.0, 1.2.0, 1.9.0'):
+        opening.make_opener()('gs://bucket/sets/made_here', 'test')
+    for name in 'made_here:3.*.*', 'other':
+        with pytest.raises(UserError, match=f'tfds:{re.escape(name)}: not in gs://bucket/sets'):
+            opening.make_opener()(f'tfds:{name}', 'test')
 
 
 def test_several_labels_are_rows_and_other_numbers_are_rejected(tmp_path):

@@ -51,9 +51,9 @@ from vit_jax.data.sources.base import EncodedImage, Label, Places, Source, multi
 from vit_jax.distributed.processes import gather_texts, keep_alive, share_work
 
 INDEX_FOLDER = '_vit_jax_index'  # next to the shards
-_VERSION = 2
+_VERSION = 3
 _AT_ONCE = 8  # shards that are read at once
-_SPLIT_WORDS = 'train', 'training', 'val', 'validation', 'valid', 'test', 'testing'
+SPLIT_WORDS = 'train', 'training', 'val', 'validation', 'valid', 'test', 'testing', 'eval'
 
 
 class Sample(NamedTuple):
@@ -141,7 +141,8 @@ def file_opener(data: str, root: str, paths: dict[str, list[str]]) -> FileOpener
     folders = sorted({*map(os.path.dirname, everything)})
     listed = {file.url: file for folder in folders for file in list_folder(folder)[0]}
     if not listed.keys() & {*everything}:
-        raise MissingFile(f'{data}: none of its {plural(len(everything), "shard")} exists')
+        count = plural(len(everything), 'shard')
+        raise MissingFile(f'{data}: none of its {count} exists, such as {everything[0]}')
     files = BucketFiles(root, [listed[path] for path in everything if path in listed])
     number_of = {path: number for number, path in enumerate(files.paths)}
 
@@ -185,7 +186,7 @@ def list_folders(
 def split_of(path: str) -> str:
     """Returns the name of a split that is a word of a file name; `all` if there is none."""
     words = re.split(r'[^a-z]+', os.path.basename(path).lower())
-    return next((word for word in words if word in _SPLIT_WORDS), 'all')
+    return next((word for word in words if word in SPLIT_WORDS), 'all')
 
 
 def read_optional_text(path: str) -> str | None:
@@ -278,6 +279,7 @@ def load_index(
     form: str,
     data: str,
     in_parts: bool = False,
+    expected: str = 'images',
 ) -> Index:
     """Reads the index of each shard, or makes it by reading the shard.
 
@@ -288,6 +290,7 @@ def load_index(
       form: The format, and the options of `scan`.
       data: The name of the data for messages.
       in_parts: Whether `scan` reads only small parts of a shard.
+      expected: What shards contain, for messages.
 
     Raises:
       UserError: If a shard cannot be read, or if there are no images.
@@ -328,7 +331,9 @@ def load_index(
             if not cached[number].is_file():
                 _write_part(cached[number], contents)
     index = Index.join({number: stored[number] for number in numbers})
-    require(len(index) > 0, f'{data}: no images in {plural(len(numbers), "shard")}')
+    require(
+        len(index) > 0, f'{data}: no images in {plural(len(numbers), "shard")}; expected {expected}'
+    )
     return index
 
 

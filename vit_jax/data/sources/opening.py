@@ -7,12 +7,13 @@ import functools
 import hashlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
 from vit_jax.base import records, require
 from vit_jax.base.array_types import Bool
+from vit_jax.base.buckets import list_folder
 from vit_jax.base.errors import MissingFile, UserError, plural, raise_all, redact_url
 from vit_jax.base.storage import is_remote, usable
 from vit_jax.data.sources import folders
@@ -45,8 +46,8 @@ _TEST_SPLIT_HINT = (
 )
 _SMALL_CLASS = 100  # classes with at most this many images hold out exactly the fraction
 _REMOTE = (
-    'neither shards (*.tar, *.parquet) nor a folder that TFDS prepared; write shards, or copy '
-    'images to a disk of every host (gcloud storage rsync -r)'
+    'neither shards (*.tar, *.parquet) nor a folder NAME/VERSION that TFDS prepared; write shards, '
+    'or copy images to a disk of every host (gcloud storage rsync -r)'
 )
 
 
@@ -102,7 +103,8 @@ def make_opener(held_out: HeldOut | None = None, *, needs_classes: bool = True) 
         if needs_classes and not source.class_names:
             raise UserError(
                 f'{records.text_of(data)}, {name}: the images have no classes; '
-                'expected a class for each image, such as a folder CLASS/*.jpg'
+                'expected a class for each image, such as a folder CLASS/*.jpg, or a .cls file in '
+                'tar shards; --config.objective trains without classes'
             )
         return source if labels is None or column else replace_labels(source, labels)
 
@@ -129,13 +131,18 @@ def make_opener(held_out: HeldOut | None = None, *, needs_classes: bool = True) 
     return lambda data, split, labels=None, classes=(): open_part(data, split, labels, classes)
 
 
+def find_split(name: str, splits: Iterable[str]) -> str | None:
+    """Returns the data's own name of the split `name`; None if it does not exist."""
+    synonyms = {'test': TEST_NAMES, 'train': ('train', 'training')}
+    names = {*splits}
+    return next((synonym for synonym in synonyms.get(name, (name,)) if synonym in names), None)
+
+
 def _find_split(name: str, splits: Splits, data: str) -> str:
     """Returns the data's own name of the split `name`. Raises UserError if it does not exist."""
-    synonyms = {'test': TEST_NAMES, 'train': ('train', 'training')}
-    for synonym in synonyms.get(name, (name,)):
-        if synonym in splits:
-            return synonym
-    hint = f'; {_TEST_SPLIT_HINT}' if name == 'test' and 'train' in splits else ''
+    if found := find_split(name, splits):
+        return found
+    hint = f'; {_TEST_SPLIT_HINT}' if name in TEST_NAMES and 'train' in splits else ''
     raise UserError(f'{data}: no split {name!r}; {records.closest(name, splits)}{hint}')
 
 
@@ -166,7 +173,9 @@ def open_stored_splits(data: str, *, label_column: str | None = None) -> Splits:
     )
     kind = _find_kind(data)
     if kind is None and is_remote(data):
-        raise MissingFile(f'data={data!r}: {_REMOTE}')
+        folders_inside = [os.path.basename(folder) for folder in list_folder(data)[1]]
+        found = f'; found the folders {", ".join(folders_inside[:8])}' if folders_inside else ''
+        raise MissingFile(f'data={data!r}: {_REMOTE}{found}')
     if kind is None:
         wrong = 'unknown kind of data' if os.path.exists(data) else 'no such file or folder'
         raise MissingFile(f'data={data!r}: {wrong}; expected {EXPECTED}')

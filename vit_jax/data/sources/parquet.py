@@ -29,6 +29,7 @@ from vit_jax.data.sources.indexing import (
 )
 
 _ENDING = '.parquet'
+_NUMBERED = re.compile(r'(\w+)-\d+-of-\d+(-\w+)?\.parquet')  # SPLIT-00000-of-00002
 _FRONT_MATTER = re.compile(r'\A---\s*\n(.*?)\n---\s*$', re.DOTALL | re.MULTILINE)
 
 
@@ -55,7 +56,8 @@ def _find_files(root: str) -> dict[str, list[str]]:
     if not patterns:
         for name in names:
             folder, base = os.path.split(name)
-            split = split_of(base)
+            match = _NUMBERED.fullmatch(base)
+            split = match[1] if match else split_of(base)
             files.setdefault(split_of(folder) if split == 'all' else split, []).append(name)
     return {split: [names[name] for name in sorted(files[split])] for split in sorted(files)}
 
@@ -116,7 +118,8 @@ def _open_split(data: str, split: str, open_files: FileOpener, label: str | None
     columns = _find_columns(footer_of(numbers[0]).schema.to_arrow_schema(), data, label)
 
     def scan(path: str, file: io.BufferedIOBase) -> Iterator[Sample]:
-        return _scan(path, file, columns)
+        with usable(path, f'a Parquet file with the columns of {files.paths[numbers[0]]}'):
+            yield from _scan(path, file, columns)
 
     form = f'parquet:{columns.image}:{columns.label}:{columns.multi_label}'
     index = load_index(files, numbers, scan, form=form, data=data, in_parts=True)

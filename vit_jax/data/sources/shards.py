@@ -1,12 +1,14 @@
 """Reads images from tar shards in the layout of WebDataset, such as train-{0000..1023}.tar.
 
 The neighbors of a shard whose names are equal up to the first dot are a sample: an image, and its
-class number in a file .cls. Tar files have no table of contents (see indexing.py).
+class number in a file .cls, or as `label` in a file .json. Tar files have no table of contents (see
+indexing.py).
 """
 
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import tarfile
@@ -22,6 +24,7 @@ from vit_jax.data import imagenet_classes
 from vit_jax.data.image_decoding import formats_by_extension
 from vit_jax.data.sources.base import Source, SourceKind, Splits, warn_once
 from vit_jax.data.sources.indexing import (
+    SPLIT_WORDS,
     FileOpener,
     Sample,
     file_opener,
@@ -34,9 +37,11 @@ from vit_jax.data.sources.indexing import (
 
 CLASS_NAMES = 'classnames.txt'  # a line per class, next to the shards
 _FORM = 'webdataset'  # of the index
+_EXPECTED = 'images and class numbers such as 0001.jpg and 0001.cls; a name ends at its first dot'
 _COMPRESSED = re.compile(r'\.(tgz|tar\.(gz|bz2|xz|zst))$', re.IGNORECASE)
 _SHARD = re.compile(r'\.(tar|tgz|tar\.(gz|bz2|xz|zst))$', re.IGNORECASE)
 _RANGE = re.compile(r'\{(\d+)\.\.(\d+)\}')
+_LIST = re.compile(r'[*?]|::|\{[^{}]*,|^pipe:')  # which other programs read
 _KEY = re.compile(r'((?:.*/)?[^./][^.]*)\.([^/]*)')  # a name up to its first dot, and the rest
 
 
@@ -63,7 +68,9 @@ def _find_shards(root: str) -> dict[str, list[str]]:
     """Finds the shards of each split in a folder, or in a folder per split; {} for other data."""
     shards: dict[str, list[str]] = {}
     for folder, paths in list_folders(root):
-        inside = [path for path in paths if _SHARD.search(path)]
+        plain = {path for path in paths if path.lower().endswith('.tar')}
+        compressed = {path for path in paths if _COMPRESSED.search(path)}
+        inside = [*plain, *(c for c in compressed if _COMPRESSED.sub('.tar', c) not in plain)]
         if not folder:
             for path in inside:
                 shards.setdefault(split_of(path), []).append(path)
@@ -71,11 +78,21 @@ def _find_shards(root: str) -> dict[str, list[str]]:
             shards[folder] = inside
         elif not folder.startswith(('.', '_')):
             return {}  # class folders, perhaps with a tar file next to them
+    if 'all' in shards and len(shards) > 1:
+        raise UserError(
+            f'{shards["all"][0]}: belongs to no split, unlike other shards; expected a name with '
+            f'one of the words {", ".join(SPLIT_WORDS)}'
+        )
     return {split: sorted(shards[split]) for split in sorted(shards)}
 
 
 def _open_splits(data: str) -> Splits:
     if _SHARD.search(data):
+        require(
+            not _LIST.search(data),
+            f'{data}: expected the folder of the shards, or a range such as '
+            'train-{0000..1023}.tar',
+        )
         shards = {split_of(data): expand(data)}
         root = os.path.dirname(data.partition('{')[0]) or '.'
     else:
@@ -84,7 +101,8 @@ def _open_splits(data: str) -> Splits:
     for path in itertools.chain.from_iterable(shards.values()):
         require(
             not _COMPRESSED.search(path),
-            f'{path}: a compressed archive, whose images cannot be read alone; decompress it',
+            f'{path}: a compressed archive, whose images cannot be read alone; decompress it, or '
+            'move it out of the folder',
         )
     open_files = file_opener(data, root, shards)
     return {
@@ -97,12 +115,12 @@ KIND = SourceKind('SHARD-{0000..1023}.tar', _recognizes, _open_splits, reads_buc
 
 def _open_split(data: str, root: str, split: str, open_files: FileOpener) -> Source:
     files, numbers = open_files(split)
-    index = load_index(files, numbers, _scan, form=_FORM, data=data)
+    index = load_index(files, numbers, _scan, form=_FORM, data=data, expected=_EXPECTED)
     has_class = index.num_classes_each > 0
     if has_class.any() and not has_class.all():
         number = int(np.argmin(has_class))
         where = f'{files.paths[index.shard[number]]}:{index.name(number)}'
-        raise UserError(f'{where}: has no .cls, unlike {plural(int(has_class.sum()), "sample")}')
+        raise UserError(f'{where}: has no class, unlike {plural(int(has_class.sum()), "sample")}')
     class_names = _class_names(root, index.classes, data) if has_class.all() else ()
     return open_source(files, numbers, index, class_names, form=_FORM)
 
@@ -164,9 +182,12 @@ def _read_members(path: str, tar: tarfile.TarFile) -> Iterator[_Member]:
             text = _read_member(tar, info, 32)
             require(
                 re.fullmatch(rb'\s*\d{1,9}\s*', text) is not None,
-                f'{path}: {key}.cls: got {text!r:.40}; expected a class number',
+                f'{path}: {key}.cls: got {text!r:.40}; expected a class number, and the '
+                f'names of classes in {CLASS_NAMES}',
             )
             value = int(text)
+        elif kind == 'json':
+            value = _read_label(_read_member(tar, info, min(info.size, Limit.JSON_BYTES)))
         yield _Member(key, kind, info, value)
 
 
@@ -174,6 +195,15 @@ def _read_member(tar: tarfile.TarFile, info: tarfile.TarInfo, size: int) -> byte
     file: Any = tar.extractfile(info)
     contents: bytes = file.read(size)
     return contents
+
+
+def _read_label(text: bytes) -> int | None:
+    """Returns the class number in a JSON object; None if there is none."""
+    try:
+        label = json.loads(text).get('label')
+    except (ValueError, AttributeError):  # no JSON, or no object
+        return None
+    return label if type(label) is int and label >= 0 else None
 
 
 def _find_sample(path: str, key: str, members: Sequence[_Member]) -> Sample | None:
@@ -188,6 +218,7 @@ def _find_sample(path: str, key: str, members: Sequence[_Member]) -> Sample | No
     if not images:
         return None
     _, _, info, checksum = images[0]
-    classes = tuple(m.value for m in members if m.kind == 'cls' and m.value is not None)
+    numbers = {m.kind: m.value for m in members if m.value is not None}
+    classes = tuple(numbers[kind] for kind in ('cls', 'json') if kind in numbers)[:1]
     assert checksum is not None
     return Sample(info.name, info.offset_data, info.size, checksum, classes)

@@ -5,6 +5,7 @@ existing folders have. Images stay encoded; image_decoding.py decodes them.
 """
 
 import contextlib
+import fnmatch
 import functools
 import io
 import operator
@@ -56,28 +57,28 @@ def find_prepared(full_name: str) -> str:
     UserError if there is none.
     """
     name, _, version = full_name.partition(':')
-    root = data_dir() / name
-    folders = [path.parent for path in root.glob(f'{version or "[0-9]*"}/{INFO}')]
-    if folders:
-        version_of = _import_tfds().core.Version
-        return str(max(folders, key=lambda path: version_of(path.name)))
-    others = sorted(str(path.parent.relative_to(root)) for path in root.glob(f'**/{INFO}'))
-    found = f'found {", ".join(others)}; ' if others else ''
+    root = f'{data_dir()}/{name}'
+    if is_remote(root):
+        versions = [os.path.basename(folder) for folder in list_folder(root)[1]]
+        others = []
+    else:
+        found = sorted(pathlib.Path(root).glob(f'**/{INFO}'))
+        others = [os.path.relpath(path.parent, root) for path in found]
+        versions = [other for other in others if '/' not in other]
+    versions = fnmatch.filter(versions, version or '[0-9]*')
+    if versions:
+        return f'{root}/{max(versions, key=_import_tfds().core.Version)}'
+    hint = f'found {", ".join(others)}; ' if others else ''
     raise UserError(
-        f'tfds:{full_name}: not in {data_dir()}; {found}'
+        f'tfds:{full_name}: not in {data_dir()}; {hint}'
         f"prepare it with pip install 'vit_jax[tf]' and tfds build {name}"
     )
 
 
-def data_dir() -> pathlib.Path:
+def data_dir() -> str:
     """Returns the folder of prepared data sets: TFDS_DATA_DIR, or ~/tensorflow_datasets."""
-    folder = os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets')
-    require(
-        not is_remote(folder),
-        f'TFDS_DATA_DIR={folder}: expected a folder on a disk; to read from a bucket, set the data '
-        'to gs://BUCKET/NAME/VERSION',
-    )
-    return pathlib.Path(folder).expanduser()
+    folder = os.environ.get('TFDS_DATA_DIR', '~/tensorflow_datasets').rstrip('/')
+    return folder if is_remote(folder) else os.path.expanduser(folder)
 
 
 def _import_tfds() -> Any:

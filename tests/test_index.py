@@ -82,7 +82,7 @@ def test_an_index_on_a_disk_is_found_and_holds_for_shards_that_moved(
 def test_wrong_arguments_are_named(data, bucket, tmp_path):
     with pytest.raises(UserError, match='--splits=val: expected some of test, train'):
         write_index(data, '--splits', 'val')
-    with pytest.raises(UserError, match='--data=digits: expected data in shards'):
+    with pytest.raises(UserError, match='--data=digits: needs no index'):
         write_index('digits')
     bucket.fault = lambda method, path: 403 if method == 'PUT' else None
     with pytest.raises(StorageError, match=f'{data}/_vit_jax_index'):

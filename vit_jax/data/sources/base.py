@@ -407,7 +407,7 @@ def warn_once(text: str) -> None:
 def make_names_relative(names: Sequence[str], data: str) -> list[str]:
     """Removes the folder of the data from file names, so that they do not change if it moves."""
     if is_remote(data):
-        is_pattern = '{' in data or data.endswith('.tar')
+        is_pattern = '{' in data or data.endswith(('.tar', '.parquet'))
         folder = os.path.dirname(data.partition('{')[0]) if is_pattern else data.rstrip('/')
         return [name.removeprefix(f'{folder}/') for name in names]
     path = pathlib.Path(data)

@@ -160,8 +160,7 @@ def _bucket():
 
 @pytest.fixture
 def bucket(_bucket):
-    """An empty gs://bucket, for this process and those that it starts."""
-    _bucket.objects.clear()
-    _bucket.fault, _bucket.change = lambda method, path: None, lambda name, body: body
-    _bucket.sent.clear()
-    return _bucket
+    """An empty gs://bucket without faults, for this process and those that it starts."""
+    _bucket.clear()
+    yield _bucket
+    _bucket.clear()

@@ -45,10 +45,16 @@ class Bucket(http.server.ThreadingHTTPServer):
         self.name, self.url = name, ''
         self.objects, self.uploads = {}, {}
         self.lock, self.numbers = threading.RLock(), itertools.count(1_700_000_000_000_000)
-        self.fault, self.change = lambda method, path: None, lambda name, body: body
         self.sent = []  # (name, first byte, byte after the last) of each object that was read
+        self.clear()
         super().__init__(('127.0.0.1', 0), _Handler)
         self.url = f'http://127.0.0.1:{self.server_port}'
+
+    def clear(self):
+        """Removes all objects and faults."""
+        self.objects.clear()
+        self.sent.clear()
+        self.fault, self.change = lambda method, path: None, lambda name, body: body
 
     def environment(self):
         """Of a process that takes this for Google's."""

@@ -215,7 +215,8 @@ class RangeReader(abc.ABC):
 
         With `ahead=0` it is opened for reading small parts: small blocks are read when needed.
         """
-        raw: Any = _RawFile(self, number, BLOCK_BYTES if ahead else _SMALL_BYTES, 1 + ahead)
+        blocks = _Blocks(self, number, BLOCK_BYTES if ahead else _SMALL_BYTES, 1 + ahead)
+        raw: Any = FileOfParts(self.sizes[number], blocks.read)
         return io.BufferedReader(raw, 2**16)
 
     def begin(self, number: int, start: int, stop: int) -> _Reply:
@@ -223,17 +224,18 @@ class RangeReader(abc.ABC):
         return _Reply(self, number, start, stop)
 
 
-class _RawFile(io.RawIOBase):
-    """A file that is read in blocks; this block and the next ones are requested together."""
+class FileOfParts(io.RawIOBase):
+    """A file whose bytes come from a function.
 
-    def __init__(self, reader: RangeReader, number: int, block_bytes: int, together: int):
-        self._reader = reader
-        self._number = number
-        self._size = reader.sizes[number]
+    Args:
+      size: The size of the file.
+      read_part: Returns bytes from a position on: at most as many as asked for, at least one.
+    """
+
+    def __init__(self, size: int, read_part: Callable[[int, int], memoryview]):
+        self._size = size
+        self._read_part = read_part
         self._position = 0
-        self._block_bytes = block_bytes
-        self._together = together
-        self._blocks: dict[int, _Reply] = {}
 
     def readable(self) -> bool:
         return True
@@ -250,17 +252,32 @@ class _RawFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        block, offset = divmod(self._position, self._block_bytes)
-        for number in range(block, block + self._together):
-            start = number * self._block_bytes
-            if number not in self._blocks and start < self._size:
-                stop = min(start + self._block_bytes, self._size)
-                self._blocks[number] = self._reader.begin(self._number, start, stop)
-        for number in [number for number in self._blocks if number < block]:
-            del self._blocks[number]
-        if block not in self._blocks:
+        if self._position >= self._size:
             return 0
-        part = self._blocks[block].wait()[offset : offset + len(buffer)]
+        part = self._read_part(self._position, len(buffer))
         buffer[: len(part)] = part
         self._position += len(part)
         return len(part)
+
+
+class _Blocks:
+    """The blocks of a file; the next ones are requested together with one that is read."""
+
+    def __init__(self, reader: RangeReader, number: int, block_bytes: int, together: int):
+        self._reader = reader
+        self._number = number
+        self._size = reader.sizes[number]
+        self._block_bytes = block_bytes
+        self._together = together
+        self._replies: dict[int, _Reply] = {}
+
+    def read(self, position: int, length: int) -> memoryview:
+        block, offset = divmod(position, self._block_bytes)
+        for number in range(block, block + self._together):
+            start = number * self._block_bytes
+            if number not in self._replies and start < self._size:
+                stop = min(start + self._block_bytes, self._size)
+                self._replies[number] = self._reader.begin(self._number, start, stop)
+        for number in [number for number in self._replies if number < block]:
+            del self._replies[number]
+        return self._replies[block].wait()[offset : offset + length]

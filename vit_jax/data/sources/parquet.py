@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vit_jax.base import UserError, records, require, usable
+from vit_jax.base.ranges import FileOfParts
 from vit_jax.data.sources.base import Source, SourceKind, Splits
 from vit_jax.data.sources.indexing import (
     FileOpener,
@@ -255,37 +256,6 @@ def _checksum(group: Any) -> int:
     return int(group.total_byte_size) % 2**31
 
 
-class _Part(io.RawIOBase):
-    """A file of which only one part is in memory."""
-
-    def __init__(self, contents: memoryview, start: int, size: int):
-        self._contents = contents
-        self._start = start
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        first = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = first + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        offset = self._position - self._start
-        part = self._contents[offset : offset + len(buffer)]
-        buffer[: len(part)] = part
-        self._position += len(part)
-        return len(part)
-
-
 def _decode(footer: Any, start: int, stored: memoryview, column: str) -> Any:
     """Returns the encoded images of a row group, as buffers, from the bytes of its column."""
     from pyarrow import parquet
@@ -293,7 +263,9 @@ def _decode(footer: Any, start: int, stored: memoryview, column: str) -> Any:
     for number in range(footer.num_row_groups):
         if _find_chunk(footer.row_group(number), column, '')[0] == start:
             break
-    file = _Part(stored, start, start + len(stored))
+    file = FileOfParts(
+        start + len(stored), lambda position, length: stored[position - start :][:length]
+    )
     opened = parquet.ParquetFile(file, metadata=footer, page_checksum_verification=True)
     name, _, field = column.partition('.')
     images = opened.read_row_group(number, columns=[column])[name].combine_chunks()

@@ -35,7 +35,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def absent(self, path: str) -> Answer:
         """Answers for a missing path: a hub's answer has the reason."""
-        repository = re.match(r'/api/models/[^/]+/[^/]+/', path)
+        repository = re.match(r'/api/(models|datasets)/[^/]+/[^/]+/', path)
         known = repository and any(one.startswith(repository[0]) for one in self.answers)
         known = 'RevisionNotFound' if known else 'RepoNotFound'
         return error(404, 'EntryNotFound' if '/resolve/' in path else known)
@@ -54,8 +54,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = answer.body
         if server.flipped and path.endswith(server.flipped):
             body = body[:-1] + bytes([body[-1] ^ 1])
+        status = answer.status
         headers = {'Content-Type': 'application/octet-stream', 'Content-Length': str(len(body))}
-        self.send_response(answer.status)
+        asked = re.fullmatch(r'bytes=(\d+)-(\d+)', self.headers.get('Range') or '')
+        if asked and status == 200:
+            status, size = 206, len(body)
+            body = body[int(asked[1]) : int(asked[2]) + 1]
+            headers['Content-Range'] = f'bytes {asked[1]}-{int(asked[1]) + len(body) - 1}/{size}'
+            headers['Content-Length'] = str(len(body))
+        self.send_response(status)
         for name, value in (headers | answer.headers).items():
             if value:
                 self.send_header(name, value)
@@ -83,23 +90,29 @@ def serving(answers=None):
         server.server_close()
 
 
-def repository(name: str, revisions: dict[str, dict[str, bytes]]) -> dict[str, Answer]:
+def repository(
+    name: str, revisions: dict[str, dict[str, bytes]], kind: str = 'models'
+) -> dict[str, Answer]:
     """The answers of a hub about a repository; of each revision the files by name."""
     answers = {}
+    folder = '' if kind == 'models' else f'/{kind}'
     for revision, files in revisions.items():
         commit = commit_of(files)
         about = {'id': name, 'modelId': name, 'sha': commit, 'private': False, 'tags': []}
-        about['siblings'] = [{'rfilename': file} for file in files]
+        about['siblings'] = [
+            {'rfilename': file, 'size': len(data), 'blobId': ''} for file, data in files.items()
+        ]
         tree = [_entry(file, data) for file, data in files.items()]
-        answers[f'/api/models/{name}/tree/{commit}'] = _json(tree)
+        answers[f'/api/{kind}/{name}/tree/{commit}'] = _json(tree)
+        answers.setdefault(f'/api/{kind}/{name}', _json(about))
         for named in revision, commit:
-            answers[f'/api/models/{name}/revision/{named}'] = _json(about)
+            answers[f'/api/{kind}/{name}/revision/{named}'] = _json(about)
             for entry, (file, data) in zip(tree, files.items(), strict=True):
                 linked = entry.get('lfs', {}).get('oid')
                 headers = {'X-Repo-Commit': commit, 'ETag': f'"{linked or entry["oid"]}"'}
                 if linked:
                     headers |= {'X-Linked-ETag': f'"{linked}"', 'X-Linked-Size': str(len(data))}
-                answers[f'/{name}/resolve/{named}/{file}'] = Answer(data, headers)
+                answers[f'{folder}/{name}/resolve/{named}/{file}'] = Answer(data, headers)
     return answers
 
 

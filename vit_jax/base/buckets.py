@@ -1,16 +1,21 @@
 """Lists the files of a bucket (gs://BUCKET/NAME or s3://BUCKET/NAME), and reads their bytes.
 
+A data set of the Hugging Face Hub, hf://OWNER/NAME@COMMIT, is like a bucket that never changes.
+
 Each reply is compared with the version of its file in the listing, so that a file that is replaced
 during a run is detected.
 """
 
 import datetime
 import importlib.util
+import logging
 import os
 import re
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from vit_jax.base import hub
 from vit_jax.base.errors import (
     MissingFile,
     StorageError,
@@ -32,6 +37,8 @@ _RETRIES: dict[str, Any] = {
     },
 }
 _TIMEOUT = 120.0  # seconds for one reply
+_WAIT = 60.0  # seconds after a server has limited the number of requests
+_WAITS = 10
 
 
 class BucketFile(NamedTuple):
@@ -48,22 +55,28 @@ def list_folder(url: str) -> tuple[list[BucketFile], list[str]]:
     Raises StorageError, for example if the bucket does not exist or credentials are missing.
     """
     _require_packages(url)
+    list_store = {'gs': _list_gs, 's3': _list_s3, 'hf': _list_hub}[_scheme(url)]
     with usable(url):
-        files, folders = (_list_s3 if _is_s3(url) else _list_gs)(url.rstrip('/'))
+        files, folders = list_store(url.rstrip('/'))
     return sorted(files), sorted(folders)
 
 
 def _require_packages(url: str) -> None:
-    extra, packages = ('s3', ['obstore']) if _is_s3(url) else ('gs', ['gcsfs', 'obstore'])
-    for package in packages:
+    extra = {'gs': 'gs', 's3': 's3', 'hf': 'hub'}[_scheme(url)]
+    for package in ['gcsfs', 'obstore'] if extra == 'gs' else ['obstore']:
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"{url}: {package} is not installed; run pip install 'vit_jax[{extra}]'"
             )
 
 
-def _is_s3(url: str) -> bool:
-    return url.startswith('s3://')
+def _scheme(url: str) -> str:
+    return url.partition('://')[0]
+
+
+def _list_hub(url: str) -> tuple[list[BucketFile], list[str]]:
+    files, folders = hub.list_folder(url)
+    return [BucketFile(file, size, '') for file, size in files], folders
 
 
 def _list_gs(url: str) -> tuple[list[BucketFile], list[str]]:
@@ -155,19 +168,28 @@ def _get(store: Any, name: str, where: str, **options: Any) -> tuple[memoryview,
 
 def _open_store(url: str) -> Any:
     """Opens a bucket, or the server that STORAGE_EMULATOR_HOST or AWS_ENDPOINT_URL names."""
-    from obstore.store import GCSStore, S3Store
+    from obstore.store import GCSStore, HTTPStore, S3Store
 
     bucket, _ = split_url(url)
-    server = os.environ.get('AWS_ENDPOINT_URL' if _is_s3(url) else 'STORAGE_EMULATOR_HOST', '')
+    scheme = _scheme(url)
+    headers: dict[str, str] = {}
+    if scheme == 'hf':
+        server, headers = hub.address(url)
+    else:
+        variable = {'gs': 'STORAGE_EMULATOR_HOST', 's3': 'AWS_ENDPOINT_URL'}[scheme]
+        server = os.environ.get(variable, '')
     options: Any = {
         'retry_config': _RETRIES,
         'client_options': {
             'timeout': datetime.timedelta(seconds=_TIMEOUT),
             'allow_http': server.startswith('http://'),
+            'default_headers': headers,
         },
     }
     with usable(url):
-        if _is_s3(url):
+        if scheme == 'hf':
+            return HTTPStore(server, **options)
+        if scheme == 's3':
             return S3Store(bucket, **options)
         if server:
             options['config'] = {'base_url': server}
@@ -189,6 +211,7 @@ class BucketReader(RangeReader):
         super().__init__([file.size for file in files])
         self.files = files
         self._store = _open_store(files[0].url)
+        self._warned = -_WAIT  # the time of the last warning
 
     def fetch(self, number: int, start: int, stop: int) -> memoryview:
         file = self.files[number]
@@ -197,11 +220,29 @@ class BucketReader(RangeReader):
         _, name = split_url(file.url)
         where = f'{file.url}: bytes {start:,} to {stop:,}'
         try:
-            contents, state = _get(self._store, name, where, range=(start, stop))
+            contents, state = self._get_within_limits(name, where, (start, stop))
         except MissingFile as error:
             raise TransientError(f'{file.url}: was deleted') from error
-        if str(state['e_tag' if _is_s3(file.url) else 'version']) != file.version:
+        version = {'gs': state['version'], 's3': state['e_tag'], 'hf': ''}[_scheme(file.url)]
+        if str(version) != file.version:
             raise TransientError(f'{file.url}: was replaced; run the same command again')
         if len(contents) != stop - start:
             raise TransientError(f'{where}: got {len(contents):,} bytes')
         return contents
+
+    def _get_within_limits(
+        self, name: str, where: str, span: tuple[int, int]
+    ) -> tuple[memoryview, dict[str, Any]]:
+        """Reads a range; waits for minutes if the server limits the number of requests."""
+        for _ in range(_WAITS):
+            try:
+                return _get(self._store, name, where, range=span)
+            except TransientError as error:
+                if '429 Too Many Requests' not in str(error):
+                    raise
+                with self._lock:
+                    if time.monotonic() - self._warned > _WAIT:
+                        self._warned = time.monotonic()
+                        logging.warning('%s; waits for %d s', error, _WAIT)
+                time.sleep(_WAIT)
+        return _get(self._store, name, where, range=span)

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 from etils import epath
 
+from vit_jax.base import hub
 from vit_jax.base.errors import (
     MissingFile,
     StorageError,
@@ -143,7 +144,12 @@ def sync(path: Path) -> None:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Splits gs://BUCKET/NAME or s3://BUCKET/NAME into the names of bucket and object."""
+    """Splits gs://BUCKET/NAME or s3://BUCKET/NAME into the names of bucket and object.
+
+    Of hf://OWNER/NAME@COMMIT/PATH, returns OWNER/NAME@COMMIT and PATH.
+    """
+    if url.startswith('hf://'):
+        return hub.split_url(url)
     bucket, _, name = url.partition('://')[2].partition('/')
     return bucket, name
 

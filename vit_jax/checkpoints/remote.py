@@ -165,7 +165,10 @@ def _download_repository(repository: str, revision: str | None) -> Local:
         try:
             place = snapshot_download(repository, revision=revision, allow_patterns=patterns)
         except Exception as error:  # the client raises many types
-            raise UserError(f'{url}: {format_error(error)}') from error
+            hint = ''
+            if type(error).__name__ == 'RepositoryNotFoundError':
+                hint = '; data sets belong to --config.data'
+            raise UserError(f'{url}: {format_error(error)}{hint}') from error
         folder = pathlib.Path(place)
         revision = folder.name  # the same commit for all kinds of weights, as a branch may move
         if paths := sorted(path for pattern in weights for path in folder.glob(pattern)):

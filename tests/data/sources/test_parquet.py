@@ -1,5 +1,6 @@
 """Parquet files in the layouts of the Hugging Face Hub."""
 
+import itertools
 import json
 
 import cv2
@@ -8,7 +9,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from vit_jax.base import UserError
+from tests.servers import web
+from vit_jax.base import UserError, buckets
+from vit_jax.base import hub as base_hub
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import LoaderConfig
@@ -223,3 +226,78 @@ def test_a_row_group_is_requested_once_for_neighboring_batches(tmp_path, bucket)
     labels = [label for batch in found for label in np.array(batch['labels'])]
     assert labels == [i % 3 for i in range(200)]
     assert sum(stop - start for _, start, stop in bucket.sent) <= 1.05 * source.places.num_bytes
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with the data set owner/name, and a reader of its names."""
+    from huggingface_hub import constants
+
+    for name, numbers in ('train', range(40)), ('test', range(40, 50)):
+        write_split(tmp_path / 'set' / f'{name}-00000-of-00001.parquet', numbers, row_group_size=15)
+    files = {path.name: path.read_bytes() for path in (tmp_path / 'set').iterdir()}
+    answers = web.repository('owner/name', {'main': files}, 'datasets')
+    with web.serving(answers | web.repository('owner/model', {'main': {}})) as server:
+        monkeypatch.setattr(constants, 'ENDPOINT', server.url)
+        monkeypatch.setattr('huggingface_hub.hf_api.ENDPOINT', server.url, raising=False)
+        monkeypatch.setenv('HF_ENDPOINT', server.url)
+        monkeypatch.setenv('HF_TOKEN', 'secret')
+        server.files = files
+        base_hub._describe.cache_clear()
+        yield server
+
+
+def test_a_data_set_of_the_hub_is_read_at_one_commit(hub):
+    source = open_split('hf:owner/name')
+    assert read(source) == expected(range(40))
+    commit = web.commit_of(hub.files)
+    assert source.name_of(3) == f'hf://owner/name@{commit}/train-00000-of-00001.parquet[3]'
+    assert read(open_split(f'hf:owner/name@{commit}', 'test')) == expected(range(40, 50))
+    read_files = {path for _, path in hub.requests if 'resolve' in path}
+    assert all(f'/datasets/owner/name/resolve/{commit}/' in path for path in read_files)
+
+
+def test_what_is_no_data_set_of_the_hub_is_named(hub):
+    for name, message in (
+        ('hf:owner/model', 'no such data set, or no access.*start_from'),
+        ('hf:owner/name@other', 'other'),
+        ('hf:name', 'expected hf:OWNER/NAME'),
+    ):
+        with pytest.raises(UserError, match=f'^{name}: .*{message}'):
+            open_split(name)
+
+
+def test_a_hub_that_limits_requests_is_asked_again(hub, monkeypatch, caplog):
+    monkeypatch.setattr(buckets, '_WAIT', 0.01)
+    monkeypatch.setitem(buckets._RETRIES, 'max_retries', 0)
+    source = open_split('hf:owner/name')
+    source.read(0)
+    (path,) = (path for path in hub.answers if path.endswith('main/train-00000-of-00001.parquet'))
+    path = path.replace('/main/', f'/{web.commit_of(hub.files)}/')
+    numbers = itertools.count()
+    hub.answers = Changing(hub.answers, path, lambda: next(numbers) % 2 == 0)
+    assert bytes(source.read(20)[0]) == IMAGES[20]
+    assert 'waits for' in caplog.text
+
+
+class Changing(dict):
+    """Answers that limit the requests of a path at times."""
+
+    def __init__(self, answers, path, is_limited):
+        super().__init__(answers)
+        self._path = path
+        self._is_limited = is_limited
+
+    def get(self, path, default):
+        if path == self._path and self._is_limited():
+            return web.Answer(status=429)
+        return super().get(path, default)
+
+
+def test_a_hub_that_redirects_is_followed(hub):
+    """As the Hub does to the servers that have large files."""
+    for path in [*hub.answers]:
+        if 'resolve' in path:
+            hub.answers[f'/cdn{path}'] = hub.answers[path]
+            hub.answers[path] = web.Answer(headers={'Location': f'/cdn{path}'}, status=302)
+    assert read(open_split('hf:owner/name')) == expected(range(40))

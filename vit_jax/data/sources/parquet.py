@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import UserError, records, require, usable
+from vit_jax.base import MissingFile, UserError, hub, records, require, usable
 from vit_jax.base.ranges import FileOfParts
-from vit_jax.data.sources.base import Source, SourceKind, Splits
+from vit_jax.data.sources.base import Source, SourceKind, Splits, warn_once
 from vit_jax.data.sources.indexing import (
     FileOpener,
     Files,
@@ -35,7 +35,7 @@ _FRONT_MATTER = re.compile(r'\A---\s*\n(.*?)\n---\s*$', re.DOTALL | re.MULTILINE
 
 
 def _recognizes(data: str) -> bool:
-    return data.endswith(_ENDING) or bool(_find_files(data))
+    return data.startswith('hf:') or data.endswith(_ENDING) or bool(_find_files(data))
 
 
 def _find_files(root: str) -> dict[str, list[str]]:
@@ -91,8 +91,14 @@ def _configured_splits(root: str) -> list[tuple[str, str]]:
 def _open_splits(data: str, label: str | None = None) -> Splits:
     if importlib.util.find_spec('pyarrow') is None:
         raise UserError(f"{data}: pyarrow is not installed; run pip install 'vit_jax[parquet]'")
-    files = _find_files(data)
-    root = os.path.dirname(data) or '.' if data.endswith(_ENDING) else data.rstrip('/')
+    place = data
+    if data.startswith('hf:'):
+        place = hub.pin(data)
+        warn_once(f'{data}: reads the commit {place.rpartition("@")[2]}')
+    files = _find_files(place)
+    if not files:
+        raise MissingFile(f'{data}: no Parquet files')
+    root = os.path.dirname(place) or '.' if place.endswith(_ENDING) else place.rstrip('/')
     open_files = file_opener(data, root, files)
     return {
         split: functools.partial(_open_split, data, split, open_files, label) for split in files
@@ -100,7 +106,11 @@ def _open_splits(data: str, label: str | None = None) -> Splits:
 
 
 KIND = SourceKind(
-    'a folder of *.parquet', _recognizes, _open_splits, has_label_columns=True, reads_buckets=True
+    'a folder of *.parquet, hf:OWNER/NAME',
+    _recognizes,
+    _open_splits,
+    has_label_columns=True,
+    reads_buckets=True,
 )
 
 

@@ -15,7 +15,7 @@ from vit_jax.base import hub as base_hub
 from vit_jax.data import loading
 from vit_jax.data.image_preprocessing import Preprocessing
 from vit_jax.data.loading import LoaderConfig
-from vit_jax.data.sources import opening
+from vit_jax.data.sources import base, opening
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (200, 6, 5, 3), np.uint8)
 IMAGES = [cv2.imencode('.jpg', pixels)[1].tobytes() for pixels in PIXELS]
@@ -253,6 +253,8 @@ def test_a_data_set_of_the_hub_is_read_at_one_commit(hub):
     commit = web.commit_of(hub.files)
     assert source.name_of(3) == f'hf://owner/name@{commit}/train-00000-of-00001.parquet[3]'
     assert read(open_split(f'hf:owner/name@{commit}', 'test')) == expected(range(40, 50))
+    relative = base.make_names_relative([source.name_of(3)], 'hf:owner/name')
+    assert relative == ['train-00000-of-00001.parquet[3]']  # equal in other commits
     read_files = {path for _, path in hub.requests if 'resolve' in path}
     assert all(f'/datasets/owner/name/resolve/{commit}/' in path for path in read_files)
 

@@ -406,6 +406,8 @@ def warn_once(text: str) -> None:
 
 def make_names_relative(names: Sequence[str], data: str) -> list[str]:
     """Removes the folder of the data from file names, so that they do not change if it moves."""
+    if data.startswith('hf:'):
+        return [re.sub('^hf://[^@]+@[^/]+/', '', name) for name in names]
     if is_remote(data):
         is_pattern = '{' in data or data.endswith(('.tar', '.parquet'))
         folder = os.path.dirname(data.partition('{')[0]) if is_pattern else data.rstrip('/')

@@ -206,8 +206,9 @@ def main() -> int:
     elif arguments.command == 'speed':
         compare(arguments.folder, arguments.seconds)
     else:
+        program = [sys.executable if word == 'python' else word for word in arguments.program]
         with serving(arguments.folder) as environment:
-            return subprocess.run(arguments.program, env=environment, check=False).returncode
+            return subprocess.run(program, env=environment, check=False).returncode
     return 0
 
 

@@ -109,13 +109,13 @@ def make_batches(data: str, config: LoaderConfig) -> tuple[int, Iterator[Batch]]
 
 
 def measure_wait(data: str, seconds: float) -> None:
-    """Prints how long training waits for images with many cores, for which the decoder waits.
+    """Prints which share of its time a simulated training waits for images, after the first window.
 
-    Each process needs at least three windows, and a window as many requests as in a real training.
+    It has many simulated cores (see `SimulatedDecoder`). A window has half of all images.
     """
     source = make_opener()(data, 'train')
     assert source.places is not None
-    window_gb = float(source.places.length.sum() / 2**30 / 2)
+    window_gb = source.places.num_bytes / 2**30 / 2
     with SimulatedDecoder(SIMULATED_SECONDS).installed():
         steps, batches = make_batches(data, LoaderConfig(shuffle_gb=window_gb, threads=_CORES))
         clock = Clock()

@@ -215,6 +215,33 @@ def test_ranges_of_two_files_are_requested_apart(bucket):
     assert sorted(bucket.sent) == [('set/a', 0, 10), ('set/b', 10, 15)]
 
 
+def test_a_request_that_is_shared_is_not_canceled():
+    """Such as one of training and of an evaluation that ends."""
+    is_free = threading.Event()
+
+    class Reader(ranges.RangeReader):
+        def fetch(self, number, start, stop):
+            is_free.wait()
+            return memoryview(bytes(range(start, stop)))
+
+    reader = Reader([100])
+    reader.pool = futures.ThreadPoolExecutor(1)  # requests wait for the first one
+    at = [np.array([value]) for value in (0, 50, 3)]
+    first = reader.request(np.array([0]), np.array([0]), np.array([3]))
+    ended, kept = reader.request(*at), reader.request(*at)
+    ended.cancel()
+    ended.release()
+    alone = reader.request(np.array([0]), np.array([90]), np.array([2]))
+    alone.cancel()
+    again = reader.request(np.array([0]), np.array([90]), np.array([2]))
+    is_free.set()
+    for one in first, kept, again:
+        one.wait()
+    assert bytes(reader.read(0, 50, 3)) == bytes(range(50, 53))
+    with pytest.raises(TransientError, match='was stopped'):
+        alone.wait()
+
+
 @pytest.mark.parametrize('scheme', ['gs', 's3'])
 def test_a_folder_has_its_files_and_subfolders_alone(scheme, bucket):
     """Some programs create empty objects that represent folders."""

@@ -1,10 +1,9 @@
-"""Data sets of the Hugging Face Hub: hf:OWNER/NAME or hf:OWNER/NAME@REVISION.
+"""Lists data sets of the Hugging Face Hub: hf:OWNER/NAME or hf:OWNER/NAME@REVISION.
 
 A name is resolved to one commit, with the URL hf://OWNER/NAME@COMMIT.
 """
 
 import functools
-import os
 import re
 from typing import Any
 
@@ -82,7 +81,7 @@ def address(url: str) -> tuple[str, dict[str, str]]:
 
     match = _URL.fullmatch(url)
     assert match is not None
-    token = os.environ.get('HF_TOKEN') or get_token()
+    token = get_token()
     headers = {'authorization': f'Bearer {token}'} if token else {}
     place = f'{constants.ENDPOINT}/datasets/{match["repository"]}/resolve/{match["commit"]}'
     return place, headers

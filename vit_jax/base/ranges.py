@@ -20,8 +20,8 @@ from vit_jax.base.errors import TransientError
 # The size of most requests: smaller ones cost more in total, larger ones arrive later.
 BLOCK_BYTES = 2**22
 _GAP = 2**18  # ranges that are closer are read together
-_AHEAD = 7  # blocks that are requested ahead in a file that is read from start to end
-_SMALL_BYTES = 2**16
+_TOGETHER = 8  # blocks that are requested together in a file that is read from start to end
+_SMALL_BYTES = 2**16  # of a block in a file of which small parts are read
 _REQUESTS = 64  # at a time
 
 
@@ -39,6 +39,10 @@ class _Reply:
     @property
     def has_arrived(self) -> bool:
         return self._future.done()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._future.cancelled()
 
     def cancel(self) -> None:
         self._future.cancel()
@@ -88,14 +92,16 @@ class Ranges(contextlib.AbstractContextManager['Ranges']):
             reply.wait()
 
     def cancel(self) -> None:
-        """Cancels the requests without a reply. Reading their bytes raises TransientError."""
-        for reply in self.replies:
-            reply.cancel()
+        """Cancels the requests without a reply. Reading their bytes raises TransientError.
+
+        Requests that another `Ranges` shares are not canceled.
+        """
+        self._reader.cancel(self)
 
     def release(self) -> None:
-        """Drops these bytes, and cancels requests, unless another `Ranges` needs them."""
-        for reply in self._reader.forget(self):
-            reply.cancel()
+        """Drops the bytes, and cancels requests as `cancel`."""
+        self._reader.cancel(self)
+        self._reader.forget(self)
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -165,7 +171,7 @@ class RangeReader(abc.ABC):
                 key: ranges.places[key]
                 for ranges in self._requested
                 for key in keys
-                if key in ranges.places
+                if key in ranges.places and not ranges.places[key][0].is_cancelled
             }
             if places:
                 is_new[is_new] = [key not in places for key in keys]
@@ -200,22 +206,28 @@ class RangeReader(abc.ABC):
         places = zip([replies[n] for n in numbers.tolist()], offsets.tolist(), strict=True)
         return dict(zip(keys, places, strict=True))
 
-    def forget(self, ranges: Ranges) -> list[_Reply]:
-        """Stops reading from these ranges; returns the replies that no other ranges need."""
-        with self._lock:
-            if all(one is not ranges for one in self._requested):
-                return []
-            self._requested = tuple(one for one in self._requested if one is not ranges)
+    def cancel(self, ranges: Ranges) -> None:
+        """Cancels the requests without a reply that no other ranges share."""
+        with self._lock:  # otherwise, `request` could share them at the same time
             for reply in ranges.replies:
-                reply.users -= 1
-            return [reply for reply in ranges.replies if not reply.users]
+                if reply.users == 1:
+                    reply.cancel()
 
-    def open(self, number: int, *, ahead: int = _AHEAD) -> io.BufferedIOBase:
-        """Opens a file for reading from start to end; blocks are requested ahead.
+    def forget(self, ranges: Ranges) -> None:
+        """Stops reading from these ranges."""
+        with self._lock:
+            if ranges in self._requested:
+                self._requested = tuple(one for one in self._requested if one is not ranges)
+                for reply in ranges.replies:
+                    reply.users -= 1
 
-        With `ahead=0` it is opened for reading small parts: small blocks are read when needed.
+    def open(self, number: int, *, in_parts: bool = False) -> io.BufferedIOBase:
+        """Opens a file for reading from start to end, in blocks that are requested ahead.
+
+        With `in_parts`, opens it for reading small parts, in small blocks.
         """
-        blocks = _Blocks(self, number, BLOCK_BYTES if ahead else _SMALL_BYTES, 1 + ahead)
+        size, together = (_SMALL_BYTES, 1) if in_parts else (BLOCK_BYTES, _TOGETHER)
+        blocks = _Blocks(self, number, size, together)
         raw: Any = FileOfParts(self.sizes[number], blocks.read)
         return io.BufferedReader(raw, 2**16)
 
@@ -229,7 +241,7 @@ class FileOfParts(io.RawIOBase):
 
     Args:
       size: The size of the file.
-      read_part: Returns bytes from a position on: at most as many as asked for, at least one.
+      read_part: Takes a position and a length. Returns one byte or more from this position.
     """
 
     def __init__(self, size: int, read_part: Callable[[int, int], memoryview]):

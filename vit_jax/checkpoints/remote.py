@@ -34,7 +34,15 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from vit_jax.base import MissingFile, StorageError, UserError, atomic_write, records, require
+from vit_jax.base import (
+    MissingFile,
+    StorageError,
+    UserError,
+    atomic_write,
+    hub,
+    records,
+    require,
+)
 from vit_jax.base.errors import format_error, redact_url
 from vit_jax.base.files import cache_folder, open_file
 from vit_jax.base.progress import progress_bar
@@ -46,7 +54,6 @@ from vit_jax.checkpoints.formats.array_files import (
     DamagedFile,
 )
 
-_HUB = re.compile(r'hf:(?P<repository>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@?\s]+))?')
 _FOLDER = re.compile(r'gs://[^/?@]+/[^#?]*')
 _ENDINGS = '|'.join(map(re.escape, ENDINGS))
 _FILE = re.compile(  # the subtree comes before the query, because queries may contain colons
@@ -114,7 +121,7 @@ def fetch(name: str) -> Local:
     if not is_remote_name(name):
         return Local(name)
     try:
-        if match := _HUB.fullmatch(name):
+        if match := hub.NAME.fullmatch(name):
             return _download_repository(match['repository'], match['revision'])
         if match := _FILE.fullmatch(name):
             return _download_file(match)

@@ -444,7 +444,7 @@ def training_sampler(
 
 
 def make_windows(source: Source, config: LoaderConfig, batch_size: int) -> Windows:
-    """Returns the windows in which the images of a bucket are shuffled."""
+    """Returns the windows in which images are shuffled that are read in blocks."""
     assert source.places is not None
     distinct = -(-batch_size // config.repeats)
     images = int(config.shuffle_gb * 2**30 * len(source) / source.places.num_bytes)

@@ -52,6 +52,12 @@ class Places(NamedTuple):
         return is_first
 
     @property
+    def rows(self) -> Int[np.ndarray, 'n']:
+        """The number of each image among those that are stored together."""
+        numbers = np.arange(len(self.file))
+        return numbers - np.maximum.accumulate(np.where(self.is_first, numbers, 0))
+
+    @property
     def num_bytes(self) -> int:
         return int(self.length[self.is_first].sum())
 
@@ -61,17 +67,14 @@ class Places(NamedTuple):
         A block has at most `most_images` images, unless more are stored together.
         """
         numbers = np.arange(len(self.file))
-        is_first = self.is_first
         starts_block = np.ones(len(self.file), bool)
         starts_block[1:] = (
             (self.file[1:] != self.file[:-1])
             | (self.start[1:] // BLOCK_BYTES != self.start[:-1] // BLOCK_BYTES)
             | (self.start[1:] < self.start[:-1])
         )
-        # Of the first image at the same place: its number in its block.
         in_block = numbers - np.maximum.accumulate(np.where(starts_block, numbers, 0))
-        part = in_block // most_images
-        part = part[np.maximum.accumulate(np.where(is_first, numbers, 0))]
+        part = (in_block - self.rows) // most_images  # equal for images that are stored together
         starts_block[1:] |= part[1:] != part[:-1]
         return np.flatnonzero(starts_block)
 

@@ -83,7 +83,7 @@ class LocalFiles(RangeReader):
         self.states = [_state(os.stat(path)) for path in paths]
         super().__init__([size for size, _ in self.states])
 
-    def open(self, number: int, *, ahead: int = 0) -> io.BufferedIOBase:
+    def open(self, number: int, *, in_parts: bool = False) -> io.BufferedIOBase:
         file: io.BufferedIOBase = open_file(self.paths[number])
         return file
 
@@ -306,8 +306,7 @@ def load_index(
         keep_alive()
         if number in stored:  # in this process, but not in another one
             return _to_npz(stored[number])
-        opened = files.open(number, ahead=0) if in_parts else files.open(number)
-        with usable(files.paths[number]), opened as file:
+        with usable(files.paths[number]), files.open(number, in_parts=in_parts) as file:
             contents = _to_npz(Index.of(scan(files.paths[number], file)))
         _write_part(cached[number], contents)
         return contents
@@ -477,12 +476,10 @@ def open_source(
     """
     is_verified = np.zeros(len(index), bool)
     places = Places(files, index.shard, index.start, index.length)
-    positions = np.arange(len(index))
-    # The number of each image among those that are stored together.
-    rows = positions - np.maximum.accumulate(np.where(places.is_first, positions, 0))
+    rows = places.rows if decode else None
 
     def read_together(number: int) -> tuple[EncodedImage, Label]:
-        assert decode is not None
+        assert decode is not None and rows is not None
         place = int(index.shard[number]), int(index.start[number])
         images = files.read(*place, int(index.length[number]), functools.partial(decode, *place))
         image = images[int(rows[number])]

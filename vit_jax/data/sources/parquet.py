@@ -164,7 +164,7 @@ def _open_split(data: str, split: str, open_files: FileOpener, label: str | None
 def _read_footer(files: Files, number: int) -> Any:
     from pyarrow import parquet
 
-    with usable(files.paths[number], 'a Parquet file'), files.open(number, ahead=0) as file:
+    with usable(files.paths[number], 'a Parquet file'), files.open(number, in_parts=True) as file:
         return parquet.read_metadata(file)
 
 

@@ -103,7 +103,7 @@ def test_slices_that_overlap_are_counted(photos, tmp_path, capsys, train, test, 
 
 
 def test_images_that_the_run_does_not_read_do_not_stop_it(tmp_path):
-    """Such as those of an unlabeled split."""
+    """For example, in a split without labels."""
     for split in 'train', 'val', 'test':
         for name in 'cat', 'dog':
             path = tmp_path / 'set' / split / name / 'a.png'

@@ -172,7 +172,7 @@ FORMS = {
     'tables': [Form(make_csv), Form(make_jsonl)],
     'imagenet': [Form(make_imagenet)],
     'shards': [Form(make_shards), Form(make_shards, in_bucket=True)],
-    # The numbers are those of row groups; of a changed one and those after it in its file.
+    # An image changes the size of its row group, and the place of all later ones.
     'parquet': [Form(make_parquet, 'file'), Form(make_parquet, 'file', in_bucket=True)],
     'folders': [Form(make_folders)],
 }

@@ -240,7 +240,18 @@ def test_class_numbers_are_read_from_json(classes, tmp_path):
     assert found == [0, 1, 2, 0, 1, 2] if classes == 'json' else [1] * 6
 
 
-@pytest.mark.parametrize('text', [b'{"label": "cat"}', b'{"label": -1}', b'[0]', b'{', b'{"a": 0}'])
+@pytest.mark.parametrize(
+    'text',
+    [
+        b'{"label": "cat"}',
+        b'{"label": -1}',
+        b'{"label": 1e9}',
+        b'{"label": 10000000000}',
+        b'[0]',
+        b'{',
+        b'{"a": 0}',
+    ],
+)
 def test_json_without_a_class_number_has_no_class(text, tmp_path):
     write(tmp_path / 'train.tar', [('a.jpg', JPEGS[0]), ('a.json', text)])
     source = open_source(tmp_path / 'train.tar', needs_classes=False)

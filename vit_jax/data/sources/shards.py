@@ -203,7 +203,7 @@ def _read_label(text: bytes) -> int | None:
         label = json.loads(text).get('label')
     except (ValueError, AttributeError):  # no JSON, or no object
         return None
-    return label if type(label) is int and label >= 0 else None
+    return label if type(label) is int and 0 <= label < 10**9 else None
 
 
 def _find_sample(path: str, key: str, members: Sequence[_Member]) -> Sample | None:

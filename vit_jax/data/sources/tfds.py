@@ -60,14 +60,13 @@ def find_prepared(full_name: str) -> str:
     root = f'{data_dir()}/{name}'
     if is_remote(root):
         versions = [os.path.basename(folder) for folder in list_folder(root)[1]]
-        others = []
     else:
-        found = sorted(pathlib.Path(root).glob(f'**/{INFO}'))
-        others = [os.path.relpath(path.parent, root) for path in found]
-        versions = [other for other in others if '/' not in other]
+        versions = [path.parent.name for path in pathlib.Path(root).glob(f'*/{INFO}')]
     versions = fnmatch.filter(versions, version or '[0-9]*')
     if versions:
         return f'{root}/{max(versions, key=_import_tfds().core.Version)}'
+    found = [] if is_remote(root) else sorted(pathlib.Path(root).glob(f'**/{INFO}'))
+    others = [os.path.relpath(path.parent, root) for path in found]
     hint = f'found {", ".join(others)}; ' if others else ''
     raise UserError(
         f'tfds:{full_name}: not in {data_dir()}; {hint}'

@@ -41,8 +41,8 @@ class _Reply:
         return self._future.done()
 
     @property
-    def is_cancelled(self) -> bool:
-        return self._future.cancelled()
+    def is_canceled(self) -> bool:
+        return self._future.cancelled()  # codespell:ignore
 
     def cancel(self) -> None:
         self._future.cancel()
@@ -171,7 +171,7 @@ class RangeReader(abc.ABC):
                 key: ranges.places[key]
                 for ranges in self._requested
                 for key in keys
-                if key in ranges.places and not ranges.places[key][0].is_cancelled
+                if key in ranges.places and not ranges.places[key][0].is_canceled
             }
             if places:
                 is_new[is_new] = [key not in places for key in keys]

@@ -109,9 +109,9 @@ def make_batches(data: str, config: LoaderConfig) -> tuple[int, Iterator[Batch]]
 
 
 def measure_wait(data: str, seconds: float) -> None:
-    """Prints which share of its time a simulated training waits for images, after the first window.
+    """Prints the share of time that a training with many simulated cores waits for images.
 
-    It has many simulated cores (see `SimulatedDecoder`). A window has half of all images.
+    The first window is not counted. A window has half of all images.
     """
     source = make_opener()(data, 'train')
     assert source.places is not None

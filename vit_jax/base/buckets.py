@@ -107,8 +107,8 @@ def _list_s3(url: str) -> tuple[list[BucketFile], list[str]]:
         listing = _open_store(url).list_with_delimiter(name or None)
     except Exception as error:
         raise StorageError(
-            f'{url}: {_describe(error)}; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION, '
-            'or AWS_SKIP_SIGNATURE=true for public data, give access'
+            f'{url}: {_describe(error)}; set AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and '
+            'AWS_REGION, or AWS_SKIP_SIGNATURE=true for public data'
         ) from error
     files = [
         BucketFile(f's3://{bucket}/{found["path"]}', found['size'], str(found['e_tag']))

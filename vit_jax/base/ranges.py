@@ -152,9 +152,9 @@ class RangeReader(abc.ABC):
         starts: Int[np.ndarray, 'n'],
         lengths: Int[np.ndarray, 'n'],
     ) -> Ranges:
-        """Requests ranges, neighbors together, and returns at once.
+        """Requests ranges, and returns at once.
 
-        Ranges that another `Ranges` has requested are shared with it.
+        Neighbors are requested together. Ranges that are already requested are shared.
 
         Args:
           numbers: The numbers of the files.
@@ -207,7 +207,7 @@ class RangeReader(abc.ABC):
         return dict(zip(keys, places, strict=True))
 
     def cancel(self, ranges: Ranges) -> None:
-        """Cancels the requests without a reply that no other ranges share."""
+        """Cancels requests that have no reply yet, unless other ranges share them."""
         with self._lock:  # otherwise, `request` could share them at the same time
             for reply in ranges.replies:
                 if reply.users == 1:
